@@ -1,0 +1,53 @@
+"""Depth attention as the paper writes it (arXiv 2603.15031, Eq. 1 to 6): the specification of every other implementation.
+
+    k_i = RMSNorm(v_i)                      keys are normalised over the whole width, values are not
+    a_i = softmax_i(scale * q . k_i)        no 1/sqrt(D); per depth head, over the n sources
+    h   = n * sum_i a_i v_i                 form="sum";   form="mean" leaves the factor n out
+
+Plain PyTorch in fp32 (fp64 where a source is fp64), differentiable by autograd. It stacks the sources, so it is slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def depth_attention(
+    sources: Sequence[Tensor],
+    query: Tensor,
+    *,
+    eps: float = 1e-6,
+    scale: float = 1.0,
+    form: str = "sum",
+    heads: int = 1,
+    return_weights: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Same arguments, shapes and results as `attnres_vision.ops.depth_attention`, which documents them."""
+    out_dtype = promoted_dtype(sources)
+    dtype = torch.promote_types(out_dtype, torch.float32)
+    values = torch.stack([source.to(dtype) for source in sources])
+    keys = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
+    query = align_query(query, sources[0]).to(dtype)
+    scores = scale * (query * keys).unflatten(-1, (heads, -1)).sum(-1)  # (n, ..., heads)
+    weights = scores.softmax(0)
+    mixed = (weights.unsqueeze(-1) * values.unflatten(-1, (heads, -1))).sum(0).flatten(-2)
+    out = (len(sources) * mixed if form == "sum" else mixed).to(out_dtype)
+    return (out, weights) if return_weights else out
+
+
+def align_query(query: Tensor, source: Tensor) -> Tensor:
+    """The query with singleton dimensions so that it broadcasts over a source: (B, D) becomes (B, 1, ..., D)."""
+    if query.dim() == 2 and source.dim() > 2:
+        return query.view(query.shape[0], *[1] * (source.dim() - 2), query.shape[1])
+    return query
+
+
+def promoted_dtype(sources: Sequence[Tensor]) -> torch.dtype:
+    """The dtype of a sum of the sources, which is the dtype of a read."""
+    dtype = sources[0].dtype
+    for source in sources[1:]:
+        dtype = torch.promote_types(dtype, source.dtype)
+    return dtype
