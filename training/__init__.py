@@ -1,0 +1,1 @@
+"""Training and comparison scripts for Attention Residuals: `python -m training.image`, `python -m training.compare`."""
