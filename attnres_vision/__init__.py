@@ -1,0 +1,22 @@
+"""Attention Residuals (arXiv 2603.15031) for vision models. Importing this registers timm's `attnres_*` models."""
+
+from attnres_vision import ops as ops
+from attnres_vision import timm as timm
+from attnres_vision.attach import attach, attnres_state_dict, detach, load_attnres_state_dict, readers
+from attnres_vision.config import AttnResConfig
+from attnres_vision.reader import DepthAttention
+from attnres_vision.stream import DepthStream
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AttnResConfig",
+    "DepthAttention",
+    "DepthStream",
+    "attach",
+    "attnres_state_dict",
+    "detach",
+    "load_attnres_state_dict",
+    "ops",
+    "readers",
+]

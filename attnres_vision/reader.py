@@ -1,0 +1,181 @@
+"""DepthAttention: a reader of the depth stream, and the hooks that put it in front of a host's module.
+
+A reader holds one layer's query and attends over the stream's sources (arXiv 2603.15031, Eq. 2 to 6). It sits as
+`<module>.depth` on the module that reads the residual stream, usually a norm.
+
+The hooks are module-level functions that look at the module they are called with: a closure could not be pickled, and a
+deepcopy of it would keep pointing at the original.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attnres_vision import ops
+from attnres_vision.config import AttnResConfig
+from attnres_vision.stream import DepthStream
+
+
+class DepthAttention(nn.Module):
+    """Attention of one layer over the sources of the depth stream: `h = n * sum_i softmax_i(q . RMSNorm(v_i)) v_i`.
+
+    Everything starts as the standard residual: the query is zero, and so is the last matrix of an input-dependent one.
+    Inputs of a projection are RMS-normalised and the projection is divided by the square root of its fan-in, so that
+    one optimiser step moves the scores about as far as it does with a static query.
+
+    Args:
+        dim: width D.
+        config: the model's AttnResConfig.
+        opens_block: this reader is the first of its block (or the final one): it ends the block before it.
+        only_embedding: this reader sees only the embedding: it is the identity and has no parameters.
+        name: the module path of the host module, for messages and records.
+
+    Shape: `DepthStream` of (..., D) sources to a tensor (..., D).
+    """
+
+    query: Tensor | None
+
+    def __init__(
+        self,
+        dim: int,
+        config: AttnResConfig,
+        *,
+        opens_block: bool,
+        only_embedding: bool = False,
+        name: str = "",
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.dim, self.config, self.opens_block, self.name = dim, config, opens_block, name
+        shapes: dict[str, tuple[int, ...]] = {}
+        if not only_embedding:
+            shapes["query"] = (dim,)
+            if config.query != "static" and config.rank is None:
+                shapes["query_proj"] = (dim, dim)
+            elif config.query != "static":
+                assert config.rank is not None
+                shapes |= {"query_down": (config.rank, dim), "query_up": (dim, config.rank)}
+        # Plain parameters, not nn.Linear: "all-linear" LoRA, quantisers and weight re-initialisers must not touch them.
+        for parameter in ("query", "query_proj", "query_down", "query_up"):
+            shape = shapes.get(parameter)
+            value = None if shape is None else nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+            self.register_parameter(parameter, value)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Zero, except the first matrix of a low-rank projection: with both at zero neither would get a gradient."""
+        for name, parameter in self.named_parameters():
+            if name == "query_down":
+                nn.init.normal_(parameter)
+            else:
+                nn.init.zeros_(parameter)
+
+    def extra_repr(self) -> str:
+        kind = "identity" if self.query is None else f"query={self.config.query!r}"
+        return f"{self.dim}, {kind}, opens_block={self.opens_block}"
+
+    def forward(self, stream: DepthStream) -> Tensor:
+        """What this layer reads: (..., D), in the dtype of the residual stream."""
+        if stream.channel_dim != -1:  # a host that moved the channels reads them where it put them
+            last = dataclasses.replace(stream.map(lambda v: v.movedim(stream.channel_dim, -1), -1), channel_dim=-1)
+            return self(last).movedim(-1, stream.channel_dim).contiguous()
+        sources = stream.sources()
+        if self.query is None:
+            if len(sources) != 1:
+                raise ValueError(f"reader {self.name!r} reads only the embedding, got {len(sources)} sources")
+            return sources[0]
+        config = self.config
+        read = ops.depth_attention(
+            sources,
+            self.compute_query(stream),
+            eps=config.key_eps,
+            scale=config.scale,
+            form=config.form,
+            heads=config.heads,
+        )
+        assert isinstance(read, Tensor)
+        return read
+
+    def weights(self, stream: DepthStream) -> Tensor:
+        """The depth weights of this read: (n, ..., heads), summing to one over the n sources."""
+        if stream.channel_dim != -1:
+            raise ValueError("weights are defined for a stream whose width is its last dimension")
+        sources, config = stream.sources(), self.config
+        query = sources[0].new_zeros(self.dim) if self.query is None else self.compute_query(stream)
+        result = ops.depth_attention(
+            sources, query, eps=config.key_eps, scale=config.scale, heads=config.heads, return_weights=True
+        )
+        return result[1]
+
+    def compute_query(self, stream: DepthStream) -> Tensor:
+        """The query for this read: (D,), (B, D) or (..., D) by `config.query`."""
+        assert self.query is not None
+        kind = self.config.query
+        if kind == "static":
+            return self.query
+        if kind == "condition":
+            if stream.condition is None:
+                raise ValueError(f"reader {self.name!r} has query='condition', but the stream carries no condition")
+            given = stream.condition
+        elif kind == "token" or self.opens_block or stream.partial is None:
+            given = stream.sources()[-1]
+        else:  # the newest source when the block was entered
+            given = stream.blocks[-1]
+        last = self.query_proj if self.config.rank is None else self.query_up
+        given = given.to(torch.promote_types(given.dtype, last.dtype))
+        given = F.rms_norm(given, (self.dim,), eps=self.config.key_eps)
+        fan_in = self.dim
+        if self.config.rank is not None:
+            given = F.linear(given, self.query_down)
+            fan_in *= self.config.rank  # both fan-ins at once, on the small matrix
+        return self.query + F.linear(given, last * fan_in**-0.5)
+
+
+def begin_stream(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Forward pre-hook of the first block: the embedding becomes source 0 of a new stream."""
+    if args and isinstance(args[0], Tensor):
+        args = (DepthStream((args[0],)), *args[1:])
+    return args, kwargs
+
+
+def begin_stream_with_token_mean(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`begin_stream` for `query="condition"`: the condition of a ViT is the token mean of the embedding, (B, D)."""
+    if args and isinstance(args[0], Tensor):
+        embedding = args[0]
+        args = (DepthStream((embedding,), condition=embedding.flatten(1, -2).mean(1)), *args[1:])
+    return args, kwargs
+
+
+def read_stream(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Forward pre-hook of a module inside a block: the stream argument becomes what `module.depth` reads."""
+    if not (args and isinstance(args[0], DepthStream)):
+        depth = module.depth
+        assert isinstance(depth, DepthAttention)
+        got = type(args[0]).__name__ if args else "no argument"
+        raise TypeError(
+            f"{depth.name!r} of an AttnRes model must be given a DepthStream, got {got}: the residual stream was lost "
+            "before this block. Start at the model's first block and pass on what each block returns, or detach the "
+            "model (attnres_vision.detach) to run its blocks on tensors"
+        )
+    return _read(module, args, kwargs)
+
+
+def read_final(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Forward pre-hook of a module behind the blocks: like `read_stream`, but a tensor passes unchanged."""
+    if args and isinstance(args[0], DepthStream):
+        return _read(module, args, kwargs)
+    return None
+
+
+def _read(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    stream, depth = args[0], module.depth
+    assert isinstance(depth, DepthAttention)
+    if depth.opens_block:
+        stream.seal()
+    return (depth(stream), *args[1:]), kwargs
