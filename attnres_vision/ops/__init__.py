@@ -1,17 +1,21 @@
 """Depth attention: the one operator that every model of this library shares.
 
-`reference` is the specification, `eager` what runs on a CPU. All have the signature of `depth_attention` below.
+`reference` is the specification, `eager` what runs on a CPU, `decomposed` what `torch.compile` and `torch.export` see.
+All have the signature of `depth_attention` below; only `depth_attention` checks its arguments.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-from attnres_vision.ops import eager, reference
+from attnres_vision.ops import decomposed, eager, reference
 
-__all__ = ["depth_attention", "eager", "reference"]
+__all__ = ["decomposed", "depth_attention", "eager", "reference"]
+
+FORMS = ("sum", "mean")
 
 
 def depth_attention(
@@ -43,9 +47,63 @@ def depth_attention(
         fp64 sources). With `return_weights`, also the weights (n, ..., heads) in fp32 (fp64).
 
     Raises:
-        ValueError: no sources, shapes that do not fit, heads that do not divide D, an unknown form.
-        TypeError: an argument that is not a floating-point tensor.
+        ValueError: no sources, shapes or devices that do not fit, heads that do not divide D, an unknown form, a bad eps.
+        TypeError: an argument that is not a floating-point tensor, or not a number.
     """
-    return eager.depth_attention(
+    _check(sources, query, eps, scale, form, heads)
+    implementation = decomposed if torch.compiler.is_compiling() else eager
+    return implementation.depth_attention(
         sources, query, eps=eps, scale=scale, form=form, heads=heads, return_weights=return_weights
     )
+
+
+def _check(sources: Sequence[Tensor], query: Tensor, eps: float, scale: float, form: str, heads: int) -> None:
+    """Raise for whatever `depth_attention` cannot compute. It runs at every read, so it only looks at metadata."""
+    if not isinstance(sources, (list, tuple)) and not isinstance(sources, Sequence):
+        raise TypeError(
+            f"sources must be a sequence of tensors (for a stack: stack.unbind(0)), got {_describe(sources)}"
+        )
+    if len(sources) == 0:
+        raise ValueError("sources must hold at least one tensor, got none")
+    for index, source in enumerate(sources):
+        if not isinstance(source, Tensor) or not source.is_floating_point():
+            raise TypeError(f"sources[{index}] must be a floating-point tensor, got {_describe(source)}")
+    first = sources[0]
+    shape, device = first.shape, first.device
+    if len(shape) == 0:
+        raise ValueError("sources must have shape (..., D), got scalars")
+    for index, source in enumerate(sources):
+        if source.shape != shape:
+            raise ValueError(
+                f"sources must all have one shape, got {_shape(shape)} and, at {index}, {_shape(source.shape)}"
+            )
+        if source.device != device:
+            raise ValueError(f"sources must all be on one device, got {device} and, at {index}, {source.device}")
+    if not isinstance(query, Tensor) or not query.is_floating_point():
+        raise TypeError(f"query must be a floating-point tensor, got {_describe(query)}")
+    allowed = [shape[-1:], shape] if len(shape) < 3 else [shape[-1:], (shape[0], shape[-1]), shape]
+    if query.shape not in allowed:
+        listed = " or ".join(_shape(size) for size in allowed)
+        raise ValueError(f"query must have shape {listed} for these sources, got {_shape(query.shape)}")
+    if query.device != device:
+        raise ValueError(f"query must be on the device of the sources, {device}, got {query.device}")
+    if not isinstance(heads, int):
+        raise TypeError(f"heads must be an int, got {_describe(heads)}")
+    if heads < 1 or shape[-1] % heads != 0:
+        raise ValueError(f"heads must be a positive divisor of the width D={shape[-1]}, got {heads}")
+    if form not in FORMS:
+        raise ValueError(f"form must be 'sum' or 'mean', got {form!r}")
+    if not isinstance(eps, (int, float)) or not isinstance(scale, (int, float)):
+        raise TypeError(f"eps and scale must be numbers, got {_describe(eps)} and {_describe(scale)}")
+    if not eps >= 0:
+        raise ValueError(f"eps must be zero or positive, got {eps}")
+
+
+def _shape(size: Sequence[int]) -> str:
+    """(2, 7, 48) rather than torch.Size([2, 7, 48])."""
+    return str(tuple(size))
+
+
+def _describe(value: object) -> str:
+    """What was given, for an error message: the dtype of a tensor, else the type."""
+    return f"a tensor of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__

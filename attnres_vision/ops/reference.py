@@ -1,4 +1,4 @@
-"""Depth attention as the paper writes it (arXiv 2603.15031, Eq. 1 to 6): the specification of every other implementation.
+"""Depth attention as the paper writes it (arXiv 2603.15031, Eq. 1 to 6): the specification of all implementations.
 
     k_i = RMSNorm(v_i)                      keys are normalised over the whole width, values are not
     a_i = softmax_i(scale * q . k_i)        no 1/sqrt(D); per depth head, over the n sources
