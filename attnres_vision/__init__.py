@@ -4,7 +4,9 @@ from attnres_vision import ops as ops
 from attnres_vision import timm as timm
 from attnres_vision.attach import attach, attnres_state_dict, detach, load_attnres_state_dict, readers
 from attnres_vision.config import AttnResConfig
+from attnres_vision.optim import depth_param_groups
 from attnres_vision.reader import DepthAttention
+from attnres_vision.record import DepthWeights, record_depth_weights
 from attnres_vision.stream import DepthStream
 
 __version__ = "0.1.0"
@@ -13,10 +15,13 @@ __all__ = [
     "AttnResConfig",
     "DepthAttention",
     "DepthStream",
+    "DepthWeights",
     "attach",
     "attnres_state_dict",
+    "depth_param_groups",
     "detach",
     "load_attnres_state_dict",
     "ops",
     "readers",
+    "record_depth_weights",
 ]

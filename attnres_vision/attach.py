@@ -9,22 +9,14 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from attnres_vision import families
 from attnres_vision.config import AttnResConfig
-from attnres_vision.host import (
-    AttnResHost,
-    add_final_reader,
-    add_reader,
-    exit_modules,
-    host_class,
-    remove_hooks,
-    stock_class,
-)
+from attnres_vision.host import AttnResHost, add_final_reader, add_reader, host_class, remove_hooks, stock_class
 from attnres_vision.reader import DepthAttention, begin_stream, begin_stream_with_token_mean
 
 
@@ -58,7 +50,8 @@ def attach(model: nn.Module, config: AttnResConfig | Mapping[str, Any] | None = 
     """
     plan = _plan(model, AttnResConfig.resolve(config, **fields))
     host, config = plan.host, plan.config
-    parameter = next(host.blocks[0].parameters())
+    first_block = next(iter(families.blocks_of(host).values()))
+    parameter = next(first_block.parameters())
     dim = _width(host)
 
     def reader(name: str, **kwargs: Any) -> DepthAttention:
@@ -68,14 +61,14 @@ def attach(model: nn.Module, config: AttnResConfig | Mapping[str, Any] | None = 
         return depth.train(host.training)
 
     begin = begin_stream_with_token_mean if config.query == "condition" else begin_stream
-    host.blocks[0].register_forward_pre_hook(begin, with_kwargs=True)
+    first_block.register_forward_pre_hook(begin, with_kwargs=True)
     for index, paths in enumerate(plan.sublayers):
         for path in paths:
             opens_block = index % plan.block_size == 0
             add_reader(host.get_submodule(path), reader(path, opens_block=opens_block, only_embedding=index == 0))
     for path in plan.exits:
         add_final_reader(host, path, reader(path, opens_block=True))
-    host.attnres_config = config
+    host.attnres_config = config  # type: ignore[assignment]
     host.__class__ = host_class(type(host))
     return model
 
@@ -89,7 +82,7 @@ def detach(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: the model is not attached.
     """
-    hosts = [module for module in model.modules() if isinstance(module, AttnResHost)]
+    hosts = [host for _, host in _hosts(model)]
     if not hosts:
         raise ValueError(f"model must be attached (attnres_vision.attach), got a plain {type(model).__name__}")
     if any(not _is_standard_residual(reader) for reader in readers(model).values()):
@@ -127,11 +120,7 @@ def readers(model: nn.Module) -> dict[str, DepthAttention]:
 def attnres_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The depth parameters alone, under their names in `model.state_dict()`."""
     depth = {f"{path}.depth." for path in readers(model)}
-    return {
-        name: value
-        for name, value in model.state_dict().items()
-        if name[: name.rfind(".") + 1] in depth
-    }
+    return {name: value for name, value in model.state_dict().items() if name[: name.rfind(".") + 1] in depth}
 
 
 def load_attnres_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
@@ -171,25 +160,25 @@ def _plan(model: nn.Module, config: AttnResConfig) -> _Plan:
             f"query must be 'static', 'token' or 'block' for {type(host).__name__}, got 'condition': the model has no "
             f"condition, {family.why_no_condition}"
         )
-    exits = exit_modules(host, family.exits) or exit_modules(host, family.pruned_exits)
+    exits = families.exit_modules(host, family.exits) or families.exit_modules(host, family.pruned_exits)
     if not exits:
         raise ValueError(f"{type(host).__name__} has none of the modules that read the final stream: {family.exits}")
-    for path in [path for sublayer in sublayers for path in sublayer] + [path for path, _ in exits]:
+    for path in [path for sublayer in sublayers for path in sublayer] + list(exits):
         if hasattr(host.get_submodule(path), "depth"):
             raise ValueError(f"module {path!r} has an attribute 'depth' already, where its reader would go")
     prefix = f"{family.inner}." if family.inner else ""
-    return _Plan(host, prefix, config, block_size, sublayers, [path for path, _ in exits])
+    return _Plan(host, prefix, config, block_size, sublayers, list(exits))
 
 
 def _sublayers(host: nn.Module) -> list[list[str]]:
     return [
-        [f"blocks.{index}.{path}" for path in sublayer]
-        for index, block in enumerate(host.blocks)
-        for sublayer in families.sublayer_readers(block, f"blocks.{index}")
+        [f"{name}.{path}" for path in sublayer]
+        for name, block in families.blocks_of(host).items()
+        for sublayer in families.sublayer_readers(block, name)
     ]
 
 
-def _hosts(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def _hosts(model: nn.Module) -> list[tuple[str, Any]]:
     return [
         (f"{name}." if name else "", module)
         for name, module in model.named_modules()
@@ -198,7 +187,7 @@ def _hosts(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _width(host: nn.Module) -> int:
-    return int(host.embed_dim)
+    return int(cast(Any, host).embed_dim)
 
 
 def _is_standard_residual(reader: DepthAttention) -> bool:
@@ -207,4 +196,4 @@ def _is_standard_residual(reader: DepthAttention) -> bool:
     if reader.config.form != "sum":
         return False
     zero = [reader.query, reader.query_proj if reader.config.rank is None else reader.query_up]
-    return all(not bool(torch.any(parameter)) for parameter in zero if parameter is not None)
+    return all(not torch.any(parameter) for parameter in zero if isinstance(parameter, Tensor))

@@ -11,7 +11,7 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 Mode = Literal["block", "full"]
 Query = Literal["static", "token", "block", "condition"]
@@ -62,7 +62,7 @@ class AttnResConfig:
             _check(field, getattr(self, field), getattr(self, field) in get_args(allowed), _one_of(get_args(allowed)))
         for field in ("num_blocks", "block_size", "rank"):
             value = getattr(self, field)
-            _check(field, value, value is None or _is_int(value) and value >= 1, "an integer of at least 1, or None")
+            _check(field, value, value is None or (_is_int(value) and value >= 1), "an integer of at least 1, or None")
         _check("heads", self.heads, _is_int(self.heads) and self.heads >= 1, "an integer of at least 1")
         _check("scale", self.scale, _is_number(self.scale) and self.scale != 0, "a finite number other than 0")
         _check("key_eps", self.key_eps, _is_number(self.key_eps) and self.key_eps > 0, "a finite number above 0")
@@ -131,7 +131,7 @@ class AttnResConfig:
             raise ValueError(f"give either config or fields, got config={config!r} and {sorted(fields)}")
         if isinstance(config, cls):
             return config
-        return cls.from_dict(fields if config is None else config)
+        return cls.from_dict(fields if config is None else cast(Mapping[str, Any], config))
 
 
 def _check(field: str, value: Any, valid: bool, allowed: str) -> None:

@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-
 from typing import TypeVar
 
 from torch import nn
 
 _Line = TypeVar("_Line")
 
-LAST_BLOCK_OUTPUT = "blocks[-1]"
+LAST_BLOCK_OUTPUT = "<last block>"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +66,20 @@ def family_of(model: nn.Module) -> Family:
     return family
 
 
+def blocks_of(host: nn.Module) -> dict[str, nn.Module]:
+    """The blocks of a host model, by their paths, in depth order."""
+    path = family_of(host).blocks
+    return {f"{path}.{name}": block for name, block in host.get_submodule(path).named_children()}
+
+
+def exit_modules(host: nn.Module, exits: tuple[str, ...]) -> dict[str, nn.Module]:
+    """The modules that read the finished stream, by their paths; those that the model does not have are left out."""
+    paths: list[str] = []
+    for pattern in exits:
+        paths += [list(blocks_of(host))[-1]] if pattern == LAST_BLOCK_OUTPUT else matching_modules(host, pattern)
+    return {path: host.get_submodule(path) for path in paths}
+
+
 def sublayer_readers(block: nn.Module, name: str) -> list[list[str]]:
     """The readers of a block: for each sublayer, the paths within the block of the modules that read for it.
 
@@ -83,7 +96,9 @@ def sublayer_readers(block: nn.Module, name: str) -> list[list[str]]:
     sublayers = [matching_modules(block, pattern) for pattern in patterns]
     for pattern, found in zip(patterns, sublayers, strict=True):
         if not found:
-            raise ValueError(f"block {name!r} of class {_path(type(block))} has no module {pattern!r} to put a reader on")
+            raise ValueError(
+                f"block {name!r} of class {_path(type(block))} has no module {pattern!r} to put a reader on"
+            )
     return sublayers
 
 

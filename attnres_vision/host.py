@@ -1,15 +1,16 @@
 """AttnResHost: the few methods of a host model that hooks cannot reach.
 
-`attach` gives a model the class `AttnRes<its class>`, which is its own class with this mixin in front (as FSDP2 does),
-and `detach` gives the old class back. What is here works on whatever timm's methods return; nothing of theirs is copied.
+`attach` gives a model the class `AttnRes<its class>`, its own class with this mixin in front (as FSDP2 does), and
+`detach` gives the old class back. The methods work on whatever timm's own return; nothing of theirs is copied.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
+from timm.models._features import feature_take_indices  # not public, but where every forward_intermediates has it from
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -29,30 +30,32 @@ class AttnResHost:
 
         With `norm=True` it is what the final norm, with its own reader, makes of the stream so far.
         """
-        from timm.models import feature_take_indices
-
         result = super().forward_intermediates(x, indices, *args, **kwargs)  # type: ignore[misc]
-        taken, _ = feature_take_indices(len(self.blocks), indices)
-        next_readers = [_next_reader(self, index) for index in sorted(taken)]
+        host = cast(nn.Module, self)
+        taken, _ = feature_take_indices(len(families.blocks_of(host)), indices)
+        next_readers = [_next_readers(host)[index] for index in sorted(taken)]
 
         def read(items: list) -> list:
             return [_read_streams(item, reader) for item, reader in zip(items, next_readers, strict=True)]
 
         if isinstance(result, dict):
-            return {key: read(value) if key.startswith("image_intermediates") else value for key, value in result.items()}
+            return {
+                key: read(value) if key.startswith("image_intermediates") else value for key, value in result.items()
+            }
         if isinstance(result, tuple):
             return result[0], read(result[1])
         return read(result)
 
     def prune_intermediate_layers(self, *args: Any, **kwargs: Any) -> Any:
         """timm's `prune_intermediate_layers`; the first reader that is cut off becomes the final reader."""
-        next_readers = [_next_reader(self, index) for index in range(len(self.blocks))]
+        host = cast(nn.Module, self)
+        next_readers = _next_readers(host)
         taken = super().prune_intermediate_layers(*args, **kwargs)  # type: ignore[misc]
-        for path, module in exit_modules(self, families.family_of(self).pruned_exits):
-            if getattr(module, "depth", None) is None:
-                reader = next_readers[len(self.blocks) - 1]
+        for path, module in families.exit_modules(host, families.family_of(host).pruned_exits).items():
+            if not hasattr(module, "depth"):
+                reader = next_readers[len(families.blocks_of(host)) - 1]
                 reader.name = path
-                add_final_reader(self, path, reader)
+                add_final_reader(host, path, reader)
         return taken
 
     @torch.jit.ignore
@@ -60,11 +63,11 @@ class AttnResHost:
         """timm's `no_weight_decay`, and all depth parameters: decay would pull them to the standard residual."""
         depth = {
             f"{path}.{name}"
-            for path, module in self.named_modules()
+            for path, module in cast(nn.Module, self).named_modules()
             if isinstance(module, DepthAttention)
             for name, _ in module.named_parameters()
         }
-        base = super().no_weight_decay() if hasattr(super(), "no_weight_decay") else set()
+        base: set[str] = getattr(super(), "no_weight_decay", set)()
         return set(base) | depth
 
     def __prepare_scriptable__(self) -> NoReturn:
@@ -75,10 +78,12 @@ class AttnResHost:
         return _new_host, (stock_class(type(self)),), self.__dict__
 
 
-@functools.cache
-def host_class(base: type[nn.Module]) -> type[nn.Module]:
+@functools.lru_cache(maxsize=None)
+def host_class(base: Any) -> Any:
     """`AttnRes<base>`: the class of an attached model of class `base`."""
-    return type(f"AttnRes{base.__name__}", (AttnResHost, base), {"__module__": base.__module__, "__doc__": base.__doc__})
+    return type(
+        f"AttnRes{base.__name__}", (AttnResHost, base), {"__module__": base.__module__, "__doc__": base.__doc__}
+    )
 
 
 def stock_class(cls: type) -> type[nn.Module]:
@@ -96,9 +101,7 @@ def _new_host(base: type[nn.Module]) -> nn.Module:
 
 def read_output(block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     """Forward hook of the last block, where no module behind the blocks can read: the final read is its output."""
-    depth = block.depth
-    assert isinstance(depth, DepthAttention)
-    return depth(output) if isinstance(output, DepthStream) else output
+    return _depth_of(block)(output) if isinstance(output, DepthStream) else output
 
 
 def add_reader(module: nn.Module, reader: DepthAttention) -> None:
@@ -111,7 +114,7 @@ def add_final_reader(model: nn.Module, path: str, reader: DepthAttention) -> Non
     """Put a reader in front of a module behind the blocks, or behind the last block."""
     module = model.get_submodule(path)
     module.add_module("depth", reader)
-    if any(module is block for block in model.blocks):
+    if path in families.blocks_of(model):
         module.register_forward_hook(read_output)
     else:
         module.register_forward_pre_hook(read_final, with_kwargs=True)
@@ -126,28 +129,22 @@ def remove_hooks(module: nn.Module) -> None:
             module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
-def exit_modules(model: nn.Module, exits: tuple[str, ...]) -> list[tuple[str, nn.Module]]:
-    """The modules that read the finished stream, with their paths."""
-    paths = []
-    for pattern in exits:
-        if pattern == families.LAST_BLOCK_OUTPUT:
-            paths.append(f"blocks.{len(model.blocks) - 1}")
-        else:
-            paths += families.matching_modules(model, pattern)
-    return [(path, model.get_submodule(path)) for path in paths]
-
-
-def _next_reader(model: nn.Module, index: int) -> DepthAttention:
-    """The reader that reads next after block `index`."""
-    blocks = model.blocks
-    if index + 1 < len(blocks):
-        block = blocks[index + 1]
-        return block.get_submodule(families.sublayer_readers(block, f"blocks.{index + 1}")[0][0]).depth
+def _next_readers(model: nn.Module) -> list[DepthAttention]:
+    """For each block of a host the reader that reads next after it."""
     family = families.family_of(model)
-    for _, module in exit_modules(model, family.exits) + exit_modules(model, family.pruned_exits):
-        if hasattr(module, "depth"):
-            return module.depth
-    raise ValueError(f"no reader behind the blocks of {type(model).__name__}")
+    first_readers = [
+        block.get_submodule(families.sublayer_readers(block, path)[0][0])
+        for path, block in families.blocks_of(model).items()
+    ]
+    exits = families.exit_modules(model, (*family.exits, *family.pruned_exits)).values()
+    final = next(module for module in exits if hasattr(module, "depth"))
+    return [_depth_of(module) for module in [*first_readers[1:], final]]
+
+
+def _depth_of(module: nn.Module) -> DepthAttention:
+    depth = module.depth
+    assert isinstance(depth, DepthAttention)
+    return depth
 
 
 def _read_streams(tree: Any, reader: DepthAttention) -> Any:

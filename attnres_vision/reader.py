@@ -9,7 +9,6 @@ deepcopy of it would keep pointing at the original.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -39,6 +38,9 @@ class DepthAttention(nn.Module):
     """
 
     query: Tensor | None
+    query_proj: Tensor | None
+    query_down: Tensor | None
+    query_up: Tensor | None
 
     def __init__(
         self,
@@ -82,9 +84,8 @@ class DepthAttention(nn.Module):
 
     def forward(self, stream: DepthStream) -> Tensor:
         """What this layer reads: (..., D), in the dtype of the residual stream."""
-        if stream.channel_dim != -1:  # a host that moved the channels reads them where it put them
-            last = dataclasses.replace(stream.map(lambda v: v.movedim(stream.channel_dim, -1), -1), channel_dim=-1)
-            return self(last).movedim(-1, stream.channel_dim).contiguous()
+        if stream.channel_dim != -1:  # a host that moved the channels gets them where it put them
+            return self(stream.channels_last()).movedim(-1, stream.channel_dim).contiguous()
         sources = stream.sources()
         if self.query is None:
             if len(sources) != 1:
@@ -104,8 +105,7 @@ class DepthAttention(nn.Module):
 
     def weights(self, stream: DepthStream) -> Tensor:
         """The depth weights of this read: (n, ..., heads), summing to one over the n sources."""
-        if stream.channel_dim != -1:
-            raise ValueError("weights are defined for a stream whose width is its last dimension")
+        stream = stream.channels_last()
         sources, config = stream.sources(), self.config
         query = sources[0].new_zeros(self.dim) if self.query is None else self.compute_query(stream)
         result = ops.depth_attention(
@@ -128,10 +128,12 @@ class DepthAttention(nn.Module):
         else:  # the newest source when the block was entered
             given = stream.blocks[-1]
         last = self.query_proj if self.config.rank is None else self.query_up
+        assert last is not None
         given = given.to(torch.promote_types(given.dtype, last.dtype))
         given = F.rms_norm(given, (self.dim,), eps=self.config.key_eps)
         fan_in = self.dim
         if self.config.rank is not None:
+            assert self.query_down is not None
             given = F.linear(given, self.query_down)
             fan_in *= self.config.rank  # both fan-ins at once, on the small matrix
         return self.query + F.linear(given, last * fan_in**-0.5)

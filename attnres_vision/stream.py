@@ -129,6 +129,12 @@ class DepthStream:
         channel_dim = order.index(self.channel_dim % self.ndim) - self.ndim
         return self.map(lambda source: source.permute(order), channel_dim)
 
+    def channels_last(self) -> DepthStream:
+        """The stream with its width in the last dimension, where readers need it."""
+        if self.channel_dim == -1:
+            return self
+        return self.map(lambda source: source.movedim(self.channel_dim, -1), -1)
+
     def contiguous(self) -> DepthStream:
         return self  # the tensor that is read out of the stream is contiguous
 
@@ -179,9 +185,15 @@ class DepthStream:
             # write, not +: dynamo would trace `+` back into this function
             return left.write(right) if isinstance(left, DepthStream) else right.write(left)
         if func in _CAT:
-            return cls.cat(*args, **({"dim": kwargs.pop("axis")} if "axis" in kwargs else {}), **kwargs)
+            return cls.cat(*args, **kwargs)
         if func in _METHODS:
             return getattr(args[0], func.__name__)(*args[1:], **kwargs)
+        if isinstance(func, torch._ops.HigherOrderOperator):  # torch.compile meets torch.utils.checkpoint
+            raise TypeError(
+                f"{func.name()} inside torch.compile(fullgraph=True) cannot take a DepthStream: leave gradient "
+                "checkpointing off in a compiled model (torch._functorch.config.activation_memory_budget saves memory "
+                "there), or compile with fullgraph=False"
+            )
         refuse(getattr(func, "__qualname__", str(func)))
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -208,7 +220,7 @@ def refuse(operation: str) -> NoReturn:
 
 pytree.register_pytree_node(
     DepthStream,
-    lambda stream: ((stream.blocks, stream.partial, stream.condition), (stream.sealed, stream.channel_dim)),
+    lambda stream: ([stream.blocks, stream.partial, stream.condition], (stream.sealed, stream.channel_dim)),
     lambda children, context: DepthStream(*children, *context),
     serialized_type_name="attnres_vision.DepthStream",
 )

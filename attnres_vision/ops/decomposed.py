@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attnres_vision.ops.reference import align_query, promoted_dtype
+from attnres_vision.ops.reference import align_query, compute_dtype, promoted_dtype
 
 __all__ = ["depth_attention"]
 
@@ -28,7 +28,7 @@ def depth_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Same arguments, shapes and results as `attnres_vision.ops.depth_attention`, which documents them."""
     out_dtype = promoted_dtype(sources)
-    dtype = torch.promote_types(out_dtype, torch.float32)
+    dtype = compute_dtype(out_dtype)
     query = align_query(query, sources[0]).to(dtype)
     scores = []
     for source in sources:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from attnres_vision.ops.reference import promoted_dtype
+from attnres_vision.ops.reference import compute_dtype, promoted_dtype
 
 __all__ = ["depth_attention"]
 
@@ -54,7 +54,7 @@ def forward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(h, weights a, scores s, 1/rms r): (..., D), (n, ..., heads), (n, ..., heads), (n, ...)."""
     out_dtype = promoted_dtype(sources)
-    dtype = torch.promote_types(out_dtype, torch.float32)
+    dtype = compute_dtype(out_dtype)
     shape = sources[0].shape
     values = [_rows(source) for source in sources]
     num_samples, num_tokens, width = values[0].shape
@@ -206,7 +206,7 @@ def _(
     sources: list[Tensor], query: Tensor, eps: float, scale: float, factor: float, heads: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     out_dtype = promoted_dtype(sources)
-    dtype = torch.promote_types(out_dtype, torch.float32)
+    dtype = compute_dtype(out_dtype)
     shape = sources[0].shape
     stats = (len(sources), *shape[:-1])
     return (

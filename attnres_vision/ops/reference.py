@@ -27,7 +27,7 @@ def depth_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Same arguments, shapes and results as `attnres_vision.ops.depth_attention`, which documents them."""
     out_dtype = promoted_dtype(sources)
-    dtype = torch.promote_types(out_dtype, torch.float32)
+    dtype = compute_dtype(out_dtype)
     values = torch.stack([source.to(dtype) for source in sources])
     keys = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
     query = align_query(query, sources[0]).to(dtype)
@@ -47,7 +47,12 @@ def align_query(query: Tensor, source: Tensor) -> Tensor:
 
 def promoted_dtype(sources: Sequence[Tensor]) -> torch.dtype:
     """The dtype of a sum of the sources, which is the dtype of a read."""
-    dtype = sources[0].dtype
-    for source in sources[1:]:
-        dtype = torch.promote_types(dtype, source.dtype)
-    return dtype
+    dtypes = {source.dtype for source in sources}
+    if len(dtypes) == 1:
+        return sources[0].dtype
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of scores, softmax and sum: fp32, or fp64 for fp64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

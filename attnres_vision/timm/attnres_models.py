@@ -1,8 +1,8 @@
 """Registers `attnres_<name>` for every model of the families in families.py, without copying a config.
 
-An entrypoint of timm ends in `build_model_with_cfg(ModelClass, variant, ...)`. Ours runs the base model's entrypoint with
-that one function replaced, so that the class it builds is attached (attach.py) before weights are loaded, and so that
-stock weights load strictly with the depth parameters at their initial values.
+An entrypoint of timm ends in `build_model_with_cfg(ModelClass, variant, ...)`. Ours runs the base model's entrypoint
+with that one function replaced, so that the model it builds is attached (attach.py) before weights are loaded, and so
+that stock weights load strictly with the depth parameters at their initial values.
 """
 
 from __future__ import annotations
@@ -70,13 +70,11 @@ def create(base: str, pretrained: bool, attnres: Mapping[str, Any] | None, **kwa
     ) -> nn.Module:
         def model_with_attnres(*args: Any, **kwargs: Any) -> nn.Module:
             model = attach(model_cls(*args, **kwargs), config)
-            model._model_args = {"attnres": config.to_dict()}
+            model._model_args = {"attnres": config.to_dict()}  # type: ignore[assignment]
             return model
 
-        filter_fn = _with_depth_parameters(pretrained_filter_fn)
-        return build_model_with_cfg(
-            model_with_attnres, PREFIX + variant, pretrained, *args, pretrained_filter_fn=filter_fn, **kwargs
-        )
+        kwargs["pretrained_filter_fn"] = _with_depth_parameters(pretrained_filter_fn)
+        return build_model_with_cfg(model_with_attnres, PREFIX + variant, pretrained, *args, **kwargs)
 
     return _with_builder(model_entrypoint(base), build)(pretrained=pretrained, **kwargs)
 
@@ -118,7 +116,7 @@ def _register(base: str) -> None:
 
 
 def _default_cfgs(names: list[str]) -> dict[str, Any]:
-    cfgs = {}
+    cfgs: dict[str, Any] = {}
     for name in names:
         of_name = _pretrained_cfgs_of(name)
         default = timm.models.get_pretrained_cfg(name, allow_unregistered=False)
