@@ -270,26 +270,42 @@ class ImageConfig(TrainConfig):
 
 
 def load_config(cls: type[Config], argv: Sequence[str] | None = None) -> Config:
-    """The config from `--config FILE` and `--key.key value` overrides; a mistake ends the program with a message.
+    """The config of one run from `--config FILE` and `--key.key value` overrides; a mistake ends the program.
 
     `--variant NAME` picks one run out of a comparison table (`base` and `variants`), so that one YAML serves both
     `training.image` and `training.compare`.
     """
-    args = list(sys.argv[1:] if argv is None else argv)
-    table, variant, args = _split_table(args)
+    args, picked = take_options(sys.argv[1:] if argv is None else argv, ("--config", "--variant"))
+    fields = read_yaml(picked["--config"]) if "--config" in picked else {}
+    if "variants" in fields:
+        fields = variant_fields(fields, picked.get("--variant"))
+    elif "--variant" in picked:
+        raise SystemExit("--variant picks a run out of a table: give --config FILE with `base` and `variants`")
+    return parse(cls, fields, args)
+
+
+def parse(cls: type[Config], fields: Mapping[str, Any], args: Sequence[str]) -> Config:
+    """The config from nested dicts and command-line overrides; a mistake ends the program with a message."""
     parser = jsonargparse.ArgumentParser(description=(cls.__doc__ or "").splitlines()[0])
     parser.add_argument("--config", action="config", help="YAML file; later options override it")
     parser.add_class_arguments(cls)
-    if table is not None:
-        chosen = variant_fields(table, variant)
-        args = ["--config", yaml.safe_dump(chosen), *args]
     try:
-        parsed = parser.parse_args(args)
+        parsed = parser.parse_args(["--config", yaml.safe_dump(dict(fields), sort_keys=False), *args])
         parsed.pop("config", None)
         return cls(**dict(parser.instantiate_classes(parsed)))
     except ValueError as error:
         parser.error(str(error))
     raise AssertionError("unreachable: parser.error exits")
+
+
+def read_yaml(path: str) -> dict[str, Any]:
+    try:
+        loaded = yaml.safe_load(Path(path).read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise SystemExit(f"--config {path}: {error}") from error
+    if not isinstance(loaded, dict):
+        raise SystemExit(f"--config {path} must hold a mapping of fields, got {type(loaded).__name__}")
+    return loaded
 
 
 def from_fields(cls: type[Config], fields: Mapping[str, Any]) -> Config:
@@ -347,26 +363,18 @@ def variant_fields(table: Mapping[str, Any], variant: str | None) -> dict[str, A
     return merge(table.get("base") or {}, variants[variant] or {})
 
 
-def _split_table(args: list[str]) -> tuple[dict[str, Any] | None, str | None, list[str]]:
-    """Take `--variant NAME` and a `--config FILE` that holds a table out of the arguments."""
+def take_options(argv: Sequence[str], names: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
+    """Take the first `--name VALUE` or `--name=VALUE` of each of `names` out of the arguments."""
     picked: dict[str, str] = {}
     rest: list[str] = []
-    position = 0
-    while position < len(args):
-        name, equals, value = args[position].partition("=")
-        if name in ("--variant", "--config") and name not in picked and (equals or position + 1 < len(args)):
-            picked[name] = value if equals else args[position + 1]
-            position += 1 if equals else 2
+    words = iter(argv)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name in names and name not in picked:
+            picked[name] = value if equals else next(words, "")
         else:
-            rest.append(args[position])
-            position += 1
-    path = Path(picked["--config"]) if "--config" in picked else None
-    loaded = yaml.safe_load(path.read_text()) if path is not None and path.is_file() else None
-    if isinstance(loaded, dict) and "variants" in loaded:
-        return loaded, picked.get("--variant"), rest
-    if "--variant" in picked:
-        raise SystemExit("--variant picks a run out of a table: give --config FILE with `base` and `variants`")
-    return None, None, args
+            rest.append(word)
+    return rest, picked
 
 
 def _check(name: str, value: Any, valid: bool, allowed: str) -> None:

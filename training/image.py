@@ -10,7 +10,9 @@ given again (`resume: auto`).
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ import safetensors.torch
 import timm
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from timm.loss import BinaryCrossEntropy
 from timm.optim import create_optimizer_v2, param_groups_layer_decay, param_groups_weight_decay
 from timm.scheduler import create_scheduler_v2
@@ -59,15 +61,13 @@ def train(config: ImageConfig) -> dict[str, Any]:
     # Model, optimiser, schedule
     ####################################################################################################################
     memory_before = measure.peak_memory(accelerator.device)
-    model = build_model(config).to(accelerator.device)
+    bare_model = build_model(config).to(accelerator.device)
     # Before `prepare`, which ties the forward of a bf16 model to this very object: a later copy would run its weights.
-    ema = ModelEmaV3(model, decay=config.ema_decay, use_warmup=True) if config.ema_decay is not None else None
+    ema = ModelEmaV3(bare_model, decay=config.ema_decay, use_warmup=True) if config.ema_decay is not None else None
     criterion = make_criterion(config)
-    optimizer = make_optimizer(model, config.optim)
+    optimizer = make_optimizer(bare_model, config.optim)
     scheduler = make_scheduler(optimizer, config.schedule, config.optim, steps)
-    bare_model = model
-    if config.model.compile:
-        model = torch.compile(model)
+    model: Any = torch.compile(bare_model) if config.model.compile else bare_model
     model, optimizer = accelerator.prepare(model, optimizer)
     evaluated = ema.module if ema is not None else bare_model
 
@@ -182,8 +182,9 @@ def train(config: ImageConfig) -> dict[str, Any]:
         }
         safetensors.torch.save_model(evaluated, str(run_dir / "weights.safetensors"))
         loop.write_json(run_dir / loop.RESULT, result)
-    accelerator.wait_for_everyone()
-    accelerator.end_training()
+    for tracker in accelerator.trackers:
+        tracker.finish()
+    accelerator.wait_for_everyone()  # and not end_training: it would end the processes' group for the next run, too
     return result
 
 
@@ -193,7 +194,7 @@ def build_model(config: ImageConfig) -> nn.Module:
     AttnRes variants draw no random number before the standard model is made: all variants start from the same weights.
     """
     chosen = config.model
-    model = timm.create_model(chosen.name, num_classes=config.data.num_classes, **chosen.kwargs)
+    model: Any = timm.create_model(chosen.name, num_classes=config.data.num_classes, **chosen.kwargs)
     if chosen.residual == "attnres":
         model = attnres_vision.attach(model, chosen.attnres)
     if chosen.freeze_queries:
@@ -205,7 +206,7 @@ def build_model(config: ImageConfig) -> nn.Module:
     return model
 
 
-def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+def make_optimizer(model: Any, config: OptimConfig) -> torch.optim.Optimizer:
     """timm's optimiser over timm's groups, depth parameters in groups of their own."""
     exempt = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
     if config.layer_decay is not None:
@@ -214,14 +215,9 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimiz
         groups = param_groups_weight_decay(model, config.weight_decay, no_weight_decay_list=exempt)
     if attnres_vision.readers(model):
         groups = attnres_vision.depth_param_groups(model, groups, query_lr_scale=config.query_lr_scale)
-    options = {"betas": config.betas, "eps": config.eps}
-    return create_optimizer_v2(
-        groups,
-        opt=config.opt,
-        lr=config.lr,
-        weight_decay=config.weight_decay,
-        **{name: value for name, value in options.items() if value is not None},
-    )
+    options: dict[str, Any] = {"betas": config.betas, "eps": config.eps}
+    options = {name: value for name, value in options.items() if value is not None}
+    return create_optimizer_v2(groups, opt=config.opt, lr=config.lr, weight_decay=config.weight_decay, **options)
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, config: ScheduleConfig, optim: OptimConfig, steps: int) -> Any:
@@ -282,12 +278,39 @@ def scheduler_lr(optimizer: Any) -> float:
     return max(group["lr"] / group.get("lr_scale", 1.0) for group in optimizer.param_groups)
 
 
+def speed_step(config: ImageConfig) -> Callable[[], object]:
+    """One training step (forward, backward, update) on random images of one process's micro-batch, for rating speed."""
+    device = torch.device("cuda" if torch.cuda.is_available() and not config.cpu else "cpu")
+    model: Any = build_model(config).to(device).train()
+    optimizer = make_optimizer(model, config.optim)
+    channels = config.model.kwargs.get("in_chans", 3)
+    batch = speed_batch(config)
+    images = torch.randn(batch, channels, config.data.input_size, config.data.input_size, device=device)
+    targets = torch.randint(config.data.num_classes, (batch,), device=device)
+    model = torch.compile(model) if config.model.compile else model
+
+    def step() -> None:
+        with torch.autocast(device.type, torch.bfloat16, enabled=config.mixed_precision == "bf16"):
+            logits = model(images)
+        F.cross_entropy(logits.float(), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def speed_batch(config: ImageConfig) -> int:
+    """Images that one process sees at once."""
+    return max(1, config.data.batch_size // (config.grad_accumulation * int(os.environ.get("WORLD_SIZE", 1))))
+
+
 def due(step: int, interval: int | None) -> bool:
     return interval is not None and step % interval == 0
 
 
 def main(argv: list[str] | None = None) -> None:
     train(load_config(ImageConfig, argv))
+    PartialState().destroy_process_group()
 
 
 if __name__ == "__main__":

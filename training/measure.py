@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import platform
 import resource
+import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -72,3 +74,26 @@ def git_commit() -> str | None:
         return git("rev-parse", "--short=12", "HEAD") + ("+changes" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def training_speed(steps: dict[str, Callable[[], object]], rounds: int) -> dict[str, dict[str, float]]:
+    """Median seconds of each training step, the variants taken in turns.
+
+    In turns, because a shared machine changes its speed within minutes: what slows one variant then slows the others,
+    and the ratios stay true where the absolute numbers do not.
+    """
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(rounds + 2):
+        for name, step in steps.items():
+            _wait()
+            started = time.perf_counter()
+            step()
+            _wait()
+            if turn >= 2:  # the first two allocate, tune and fill caches
+                times[name].append(time.perf_counter() - started)
+    return {name: {"seconds_per_step": statistics.median(taken)} for name, taken in times.items()}
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

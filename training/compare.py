@@ -1,0 +1,260 @@
+"""Train a table of variants x learning rates x seeds, and report what changed.
+
+    python -m training.compare --config configs/image/digits.yaml [--smoke] [--output_dir DIR]
+    accelerate launch --num_processes 8 -m training.compare --config configs/image/imagenet_vit_s16.yaml
+
+The YAML has `base`, a config of `training.image`, and `variants`, what each variant changes in it. Runs that are
+complete are not repeated, interrupted ones continue, a changed config gets a folder of its own. On a CPU `jobs` runs
+go side by side, as processes of one thread each (more threads than cores would cost a factor); on a GPU one after the
+other; under `accelerate launch` with several processes one after the other, each with all processes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.state import AcceleratorState, GradientState
+
+from training import image, loop, measure, report, summary
+from training.config import (
+    ImageConfig,
+    config_hash,
+    dump_config,
+    from_fields,
+    merge,
+    parse,
+    read_yaml,
+    take_options,
+    to_fields,
+)
+
+
+@dataclasses.dataclass(kw_only=True)
+class CompareConfig:
+    """A comparison: `python -m training.compare`.
+
+    Args:
+        name: title of the report.
+        base: config of every run.
+        variants: name of each variant and what it changes in `base`, as nested fields.
+        baseline: the variant that the others are compared with.
+        seeds: every variant runs once with each.
+        learning_rates: every variant runs with each; null keeps `base.optim.lr` and what variants say.
+        jobs: runs side by side on a CPU.
+        speed_rounds: training steps per variant, taken in turns in one process, that rate the speed; 0 is off.
+        smoke: what `--smoke` changes in this table, as nested fields, for a quick look whether everything works.
+        output_dir: where everything goes; null is `runs/<name of the YAML>`.
+    """
+
+    name: str = "comparison"
+    base: ImageConfig = field(default_factory=ImageConfig)
+    variants: dict[str, dict[str, Any]] = field(default_factory=dict)
+    baseline: str = "standard"
+    seeds: list[int] = field(default_factory=lambda: [0])
+    learning_rates: list[float] | None = None
+    jobs: int = 1
+    speed_rounds: int = 8
+    smoke: dict[str, Any] = field(default_factory=dict)
+    output_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.baseline not in self.variants:
+            raise ValueError(
+                f"baseline must be one of the variants ({', '.join(self.variants)}), got {self.baseline!r}"
+            )
+        for name, values in (("seeds", self.seeds), ("learning_rates", self.learning_rates)):
+            if values is not None and (not values or len(set(values)) != len(values)):
+                raise ValueError(f"{name} must be different numbers, at least one, got {values!r}")
+        for name in self.variants:
+            if not name.replace("-", "").replace("_", "").isalnum():
+                raise ValueError(f"variants must have names of letters, digits, - and _, got {name!r}")
+        for name in ("jobs", "speed_rounds"):
+            if getattr(self, name) < (name == "jobs"):
+                raise ValueError(f"{name} must be at least {int(name == 'jobs')}, got {getattr(self, name)}")
+
+
+@dataclasses.dataclass
+class Run:
+    """One row of the table's plan."""
+
+    variant: str
+    seed: int
+    config: ImageConfig
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.output_dir)
+
+    @property
+    def label(self) -> str:
+        return f"{self.variant}, lr {self.config.optim.lr:g}, seed {self.seed}"
+
+    def result(self) -> dict[str, Any] | None:
+        """The result of this very config; None if it is not complete."""
+        result = loop.read_json(self.folder / loop.RESULT)
+        return result if result is not None and result["config_hash"] == config_hash(self.config) else None
+
+
+def plan(config: CompareConfig, output_dir: Path) -> list[Run]:
+    """All runs, each config checked before the first one starts. Seeds outermost: a table fills up evenly."""
+    runs = []
+    for seed in config.seeds:
+        for variant, changes in config.variants.items():
+            for lr in config.learning_rates or [None]:
+                fields = merge(to_fields(config.base), changes or {})
+                fields = merge(fields, {"seed": seed, **({"optim": {"lr": lr}} if lr is not None else {})})
+                try:
+                    run_config = from_fields(type(config.base), fields)
+                except ValueError as error:
+                    raise ValueError(f"variant {variant!r}: {error}") from error
+                # the hash in the name: a changed config never continues or overwrites another one's run
+                name = f"lr_{run_config.optim.lr:g}_seed_{seed}_{config_hash(run_config)[:8]}"
+                run_config.output_dir = str(output_dir / "runs" / variant / name)
+                runs.append(Run(variant, seed, run_config))
+    return runs
+
+
+def run_as_processes(runs: list[Run], jobs: int) -> dict[str, str]:
+    """Train every run in a process of its own; returns an error message for each that failed."""
+    failures: dict[str, str] = {}
+    with ThreadPoolExecutor(jobs) as pool:
+        waiting = {pool.submit(_run_process, run): run for run in runs}
+        for number, done in enumerate(as_completed(waiting), start=1):
+            run, (seconds, error) = waiting[done], done.result()
+            result = run.result()
+            if error is None and result is not None:
+                text = f"val loss {result['val_loss']:.4f}, top-1 {100 * result['top1']:.2f} %, {seconds:.0f} s"
+            else:
+                failures[run.label] = error or "it ended without a result"
+                text = f"FAILED, see {run.folder / 'log.txt'}: {failures[run.label]}"
+            print(f"[{number}/{len(runs)}] {run.label}: {text}", flush=True)
+    return failures
+
+
+def _run_process(run: Run) -> tuple[float, str | None]:
+    run.folder.mkdir(parents=True, exist_ok=True)
+    asked = run.folder / "asked.yaml"
+    dump_config(run.config, asked)
+    # on a CPU one thread: the sums, and so the losses, do not depend on the machine's number of cores
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"} if not _on_gpu(run.config) else dict(os.environ)
+    started = time.perf_counter()
+    with (run.folder / "log.txt").open("a") as log:
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "training.image",
+                "--config",
+                str(asked.resolve()),
+                "--output_dir",
+                run.folder.resolve(),
+            ],
+            cwd=Path(__file__).resolve().parents[1],
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+    seconds = time.perf_counter() - started
+    if done.returncode == 0:
+        return seconds, None
+    lines = (run.folder / "log.txt").read_text().strip().splitlines()
+    return seconds, f"exit code {done.returncode}: {lines[-1] if lines else 'no output'}"
+
+
+def run_in_this_process(runs: list[Run]) -> None:
+    """Train every run here, with all processes of the launcher. A failure ends all: the others would wait for it."""
+    for run in runs:
+        image.train(run.config)
+        AcceleratorState._reset_state()
+        GradientState._reset_state()
+
+
+def side_by_side_speed(config: CompareConfig, runs: list[Run], path: Path) -> dict[str, dict[str, float]]:
+    """Seconds per training step of every variant, measured in turns in this process; kept in a file."""
+    if config.speed_rounds == 0:
+        return {}
+    first: dict[str, ImageConfig] = {}
+    for run in runs:
+        first.setdefault(run.variant, run.config)
+    text = str([config.speed_rounds, *(config_hash(run_config) for run_config in first.values())])
+    key = hashlib.sha256(text.encode()).hexdigest()
+    known = loop.read_json(path)
+    if known is not None and known["key"] == key:
+        return known["speed"]
+    speed = measure.training_speed(
+        {name: image.speed_step(run_config) for name, run_config in first.items()}, config.speed_rounds
+    )
+    for name, found in speed.items():
+        found["images_per_second"] = image.speed_batch(first[name]) / found["seconds_per_step"]
+    loop.write_json(path, {"key": key, "speed": speed})
+    return speed
+
+
+def _on_gpu(config: ImageConfig) -> bool:
+    return torch.cuda.is_available() and not config.cpu
+
+
+def load(argv: Sequence[str]) -> tuple[CompareConfig, Path]:
+    """The table from the command line, and its folder."""
+    args, picked = take_options(argv, ("--config",))
+    smoke = "--smoke" in args
+    args = [word for word in args if word != "--smoke"]
+    fields = read_yaml(picked["--config"]) if "--config" in picked else {}
+    if smoke:
+        fields = merge(fields, fields.get("smoke") or {})
+    config = parse(CompareConfig, fields, args)
+    default = Path("runs") / (Path(picked["--config"]).stem if "--config" in picked else config.name)
+    return config, Path(config.output_dir or f"{default}{'-smoke' if smoke else ''}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train what is missing and write the report; 1 if a run failed."""
+    config, output_dir = load(sys.argv[1:] if argv is None else argv)
+    try:
+        runs = plan(config, output_dir)
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from error
+    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
+    main_process = int(os.environ.get("RANK", 0)) == 0
+    missing = [run for run in runs if run.result() is None]
+    if main_process:
+        print(f"{config.name}: {len(runs)} runs, {len(runs) - len(missing)} complete, in {output_dir}", flush=True)
+        dump_config(config, output_dir / "compare.yaml")
+    failures: dict[str, str] = {}
+    if several:
+        run_in_this_process(missing)
+    else:
+        failures = run_as_processes(missing, 1 if _on_gpu(config.base) else config.jobs)
+    if main_process:
+        results = [
+            summary.Result(run.variant, run.seed, run.config.optim.lr, run.folder, result)
+            for run in runs
+            if (result := run.result()) is not None
+        ]
+        if results:
+            if not _on_gpu(config.base):
+                torch.set_num_threads(1)
+            speed = side_by_side_speed(config, runs, output_dir / "speed.json")
+            print("\n" + report.write(output_dir, config.name, config.baseline, results, failures, speed))
+            print(f"\nReport: {output_dir / 'report.html'}, {output_dir / 'report.md'}, {output_dir / 'summary.json'}")
+    if several:
+        PartialState().destroy_process_group()
+    for label, error in failures.items():
+        print(f"FAILED: {label}: {error}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
