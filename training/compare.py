@@ -112,7 +112,7 @@ def plan(config: CompareConfig, output_dir: Path) -> list[Run]:
     runs = []
     for seed in config.seeds:
         for variant, changes in config.variants.items():
-            for lr in config.learning_rates or [None]:
+            for lr in [None] if config.learning_rates is None else config.learning_rates:
                 fields = merge(to_fields(config.base), changes or {})
                 fields = merge(fields, {"seed": seed, **({"optim": {"lr": lr}} if lr is not None else {})})
                 try:
@@ -251,8 +251,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"\nReport: {output_dir / 'report.html'}, {output_dir / 'report.md'}, {output_dir / 'summary.json'}")
     if several:
         PartialState().destroy_process_group()
-    for label, error in failures.items():
-        print(f"FAILED: {label}: {error}", file=sys.stderr)
+    for label, message in failures.items():
+        print(f"FAILED: {label}: {message}", file=sys.stderr)
     return 1 if failures else 0
 
 

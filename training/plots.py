@@ -15,7 +15,7 @@ from matplotlib.ticker import MaxNLocator, NullFormatter, ScalarFormatter
 # Okabe and Ito's palette: told apart with every common colour blindness; the baseline is black
 _BASELINE = "#000000"
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-_STYLE = {
+_STYLE: Any = {
     "font.size": 9,
     "axes.titlesize": 9,
     "axes.titlelocation": "left",
@@ -55,9 +55,9 @@ def loss_curves(
             axis.set_xlim(left=0)
             axis.set_xlabel(x_label)
             axis.xaxis.set_major_locator(MaxNLocator(4))
-            if axis.get_subplotspec().is_first_col():  # type: ignore[union-attr]
+            if _place(axis).is_first_col():
                 axis.set_ylabel(y_label)
-            if axis.get_subplotspec().is_last_col():  # type: ignore[union-attr]
+            if _place(axis).is_last_col():
                 _end_labels(axis, curves, palette)
         figure.savefig(path)
 
@@ -99,11 +99,11 @@ def depth_profile(
             _log_scale(axis)
             axis.set_title(title)
             axis.xaxis.set_major_locator(MaxNLocator(7, integer=True))
-            if axis.get_subplotspec().is_first_col():  # type: ignore[union-attr]
+            if _place(axis).is_first_col():
                 axis.set_ylabel(y_label)
             else:
                 _end_labels(axis, curves, palette)
-            if axis.get_subplotspec().is_last_row():  # type: ignore[union-attr]
+            if _place(axis).is_last_row():
                 axis.set_xlabel("sublayer (attention and MLP in turn)")
         figure.savefig(path)
 
@@ -127,7 +127,8 @@ def depth_weights(path: Path, title: str, rows: Sequence[Mapping[str, Any]]) -> 
         axis.set_ylabel("reader")
         for spine in axis.spines.values():
             spine.set_visible(False)
-        figure.colorbar(picture, ax=axis, label="mean weight", shrink=0.8, aspect=25).outline.set_visible(False)  # type: ignore[operator]
+        bar: Any = figure.colorbar(picture, ax=axis, label="mean weight", shrink=0.8, aspect=25)
+        bar.outline.set_visible(False)
         figure.savefig(path)
 
 
@@ -153,6 +154,10 @@ def learning_rates(
         figure.savefig(path)
 
 
+def _place(axis: Axes) -> Any:
+    return axis.get_subplotspec()
+
+
 def _log_scale(axis: Axes) -> None:
     axis.set_yscale("log")
     axis.yaxis.set_major_formatter(ScalarFormatter())
@@ -174,12 +179,13 @@ class _FewMinor(ScalarFormatter):
 
 def _end_labels(axis: Axes, curves: Mapping[str, Curve], palette: Mapping[str, str]) -> None:
     """Each curve's name at its right end, moved apart where they would overlap."""
-    axis.figure.canvas.draw()  # type: ignore[union-attr]  # positions in pixels need the final limits
-    to_pixels, height = axis.transData.transform, axis.get_window_extent().height
-    step = 8.5 * axis.figure.dpi / 72 / height  # type: ignore[union-attr]  # one line of text, as a share of the axis
-    bottom = axis.get_window_extent().y0
+    figure: Any = axis.figure
+    figure.canvas.draw()  # positions in pixels need the final limits
+    box = axis.get_window_extent()
+    step = 8.5 * figure.dpi / 72 / box.height  # one line of text, as a share of the axis
     ends = sorted(
-        (float((to_pixels((x[-1], y.mean(0)[-1]))[1] - bottom) / height), name) for name, (x, y) in curves.items()
+        (float((axis.transData.transform((x[-1], y.mean(0)[-1]))[1] - box.y0) / box.height), name)
+        for name, (x, y) in curves.items()
     )
     places = [end for end, _ in ends]
     for _ in range(200):

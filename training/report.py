@@ -16,7 +16,7 @@ from training import plots
 from training.loop import write_json
 from training.summary import Result, at_rate, smooth, summarise
 
-_STYLE = """body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
+_STYLE = """body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
 table { border-collapse: collapse; margin: 1rem 0; font-size: 13px; font-variant-numeric: tabular-nums }
 th, td { padding: .25rem .7rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap }
 th:first-child, td:first-child { text-align: left } thead th { border-bottom: 2px solid #444 }
@@ -91,9 +91,9 @@ def draw(folder: Path, summary: dict[str, Any], chosen: dict[str, list[Result]])
             f"Difference to {baseline} with the same seed: a dot per seed, a bar at their mean.",
         )
         titles = (
-            ("val_loss", "validation loss", 1),
-            ("train_loss", "training loss", 1),
-            ("top1", "top-1 (points)", 100),
+            ("val_loss", "Δ validation loss", 1),
+            ("train_loss", "Δ training loss", 1),
+            ("top1", "Δ top-1 (points)", 100),
         )
         plots.differences(
             path,
@@ -153,9 +153,9 @@ def compose(summary: dict[str, Any], drawn: dict[str, list[Block]]) -> list[Bloc
         blocks += [
             Block(
                 "text",
-                f"Steps of {baseline} to the variant's final loss, divided by the variant's steps (curves averaged over "
-                "the seeds). '>' means that it never reached that loss within its run; nothing is extrapolated. In the "
-                "middle of a decaying schedule a loss is higher than at the end of a shorter schedule, so the number "
+                f"Steps of {baseline} to the variant's final loss, divided by the variant's steps (curves averaged "
+                "over the seeds). '>' means that it never reached that loss within its run; nothing is extrapolated. In "
+                "the middle of a decaying schedule a loss is higher than at the end of a shorter schedule, so the number "
                 "says how far ahead a variant is of this run, not of a run planned shorter or longer.",
             )
         ]
@@ -244,13 +244,13 @@ def conclusions(summary: dict[str, Any]) -> list[str]:
                 where = "lower" if better else "higher"
                 text = (
                     f"{where} with every one of the {number} seeds ({shown}; mean {difference['mean']:+.4f}, standard "
-                    f"deviation {difference['sd']:.4f}). Were there no difference, {number} equal signs would still come "
-                    f"up in {100 * chance:.2g} % of such comparisons."
+                    f"deviation {difference['sd']:.4f}). Were there no difference, {number} equal signs would still "
+                    f"come up in {100 * chance:.2g} % of such comparisons."
                 )
             else:
                 text = (
-                    f"lower with {better} of {number} seeds ({shown}; mean {difference['mean']:+.4f}, standard deviation "
-                    f"{difference['sd']:.4f}): these seeds do not tell it from {baseline}."
+                    f"lower with {better} of {number} seeds ({shown}; mean {difference['mean']:+.4f}, standard "
+                    f"deviation {difference['sd']:.4f}): these seeds do not tell it from {baseline}."
                 )
         sentences.append(f"{name} against {baseline}, validation loss: {text}")
     controls = [
@@ -263,12 +263,12 @@ def conclusions(summary: dict[str, Any]) -> list[str]:
         if values:
             sentences.append(
                 f"{name} computes the standard residual through the AttnRes code, so its differences (up to "
-                f"{max(map(abs, values)):.4f} in validation loss) are what rounding alone does to a run of this length; "
-                "a difference of that size means nothing."
+                f"{max(map(abs, values)):.4f} in validation loss) are what rounding alone does to a run of this "
+                "length; a difference of that size means nothing."
             )
     sentences.append(
-        "All of this holds for this data set, model, length of training and learning rates only. Differences are paired "
-        "by seed: same initial weights of the shared parameters, same order of the data."
+        "All of this holds for this data set, model, length of training and learning rates only. Differences are "
+        "paired by seed: same initial weights of the shared parameters, same order of the data."
     )
     return sentences
 
@@ -328,8 +328,8 @@ def _notes(summary: dict[str, Any]) -> str:
     if entries[0]["side_by_side"]:
         notes.append(
             "images/s: median training step (forward, backward, update) of all variants taken in turns in one process, "
-            "after the training; compare these with each other, not with another machine's. Times in the loss plots are "
-            "those of runs that shared the machine with each other."
+            "after the training; compare these with each other, not with another machine's. Times in the loss plots "
+            "are those of runs that shared the machine with each other."
         )
     else:
         notes.append("images/s: of the runs themselves, which may have shared the machine: no basis for a comparison.")

@@ -121,10 +121,10 @@ def mean_curve(runs: Sequence[Result], kind: str) -> tuple[np.ndarray, np.ndarra
 
 
 def compute_multiplier(runs: Sequence[Result], base: Sequence[Result]) -> dict[str, Any]:
-    """The baseline's steps to the variant's final loss, divided by the variant's steps, on training and validation loss.
+    """The baseline's steps to the variant's final loss, divided by the variant's steps.
 
-    `reached` is false if the baseline never got there; `value` is then its whole run, a lower bound: a loss curve is
-    never extrapolated. Between two evaluations the crossing is interpolated linearly.
+    On the training and on the validation loss. `reached` is false if the baseline never got there; `value` is then its
+    whole run, a lower bound: a loss curve is never extrapolated. Between two evaluations the crossing is interpolated.
     """
     multiplier = {}
     for kind in ("train", "eval"):
