@@ -292,10 +292,15 @@ def parse(cls: type[Config], fields: Mapping[str, Any], args: Sequence[str]) -> 
     try:
         parsed = parser.parse_args(["--config", yaml.safe_dump(dict(fields), sort_keys=False), *args])
         parsed.pop("config", None)
-        return cls(**dict(parser.instantiate_classes(parsed)))
+        return _instantiate(parser, cls, parsed)
     except ValueError as error:
         parser.error(str(error))
     raise AssertionError("unreachable: parser.error exits")
+
+
+def _instantiate(parser: Any, cls: type[Config], parsed: Any) -> Config:
+    instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes  # the name before jsonargparse 4.49
+    return cls(**dict(instantiate(parsed)))
 
 
 def read_yaml(path: str) -> dict[str, Any]:
@@ -313,7 +318,7 @@ def from_fields(cls: type[Config], fields: Mapping[str, Any]) -> Config:
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(cls)
     try:
-        return cls(**dict(parser.instantiate_classes(parser.parse_object(copy.deepcopy(dict(fields))))))
+        return _instantiate(parser, cls, parser.parse_object(copy.deepcopy(dict(fields))))
     except (jsonargparse.ArgumentError, KeyError, TypeError) as error:
         raise ValueError(f"{cls.__name__}: {error}") from error
 

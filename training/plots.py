@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullFormatter, ScalarFormatter
 
 # Okabe and Ito's palette: told apart with every common colour blindness; the baseline is black
 _BASELINE = "#000000"
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_WEIGHT_RANGE = 8.0  # colours of the heat map end at this many times, and this fraction of, an equal weight
 _STYLE: Any = {
     "font.size": 9,
     "axes.titlesize": 9,
@@ -109,26 +111,35 @@ def depth_profile(
 
 
 def depth_weights(path: Path, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Heat map of mean depth weights: a row per reader, a column per source; no such source is blank."""
+    """Heat map of mean depth weights, relative to equal weights: a row per reader, a column per source.
+
+    Equal weights are the standard residual, so white reads "as in the standard residual", red more, blue less.
+    """
     sources = max((row["sources"] for row in rows), key=len)
     values = np.full((len(rows), len(sources)), np.nan)
     for index, row in enumerate(rows):
-        values[index, : len(row["weights"])] = row["weights"]
+        values[index, : len(row["weights"])] = np.asarray(row["weights"]) * len(row["weights"])
     with rc_context(_STYLE):
         width, height = 1.9 + 0.24 * len(sources), 1.25 + 0.165 * len(rows)
         figure = Figure(figsize=(max(width, 3.6), height), layout="constrained")
         axis = figure.subplots()
-        picture = axis.imshow(values, cmap="viridis", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
+        norm = LogNorm(1 / _WEIGHT_RANGE, _WEIGHT_RANGE)
+        picture = axis.imshow(values, cmap="RdBu_r", norm=norm, aspect="auto", interpolation="nearest")
+        axis.set_facecolor("0.93")  # no such source
         axis.set_title(title)
-        axis.set_xticks(range(len(sources)), sources, rotation=90)
+        names = [source.removesuffix(" (open)") for source in sources]  # open for some readers only
+        axis.set_xticks(range(len(sources)), names, rotation=90)
         axis.set_yticks(range(len(rows)), [row["reader"] for row in rows])
         axis.tick_params(labelsize=7, length=0)
         axis.set_xlabel("source")
         axis.set_ylabel("reader")
         for spine in axis.spines.values():
             spine.set_visible(False)
-        bar: Any = figure.colorbar(picture, ax=axis, label="mean weight", shrink=0.8, aspect=25)
+        bar: Any = figure.colorbar(picture, ax=axis, label="mean weight x number of sources", aspect=30, extend="both")
         bar.outline.set_visible(False)
+        ticks = [1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8]
+        bar.set_ticks(ticks, labels=["1/8", "1/4", "1/2", "1", "2", "4", "8"])
+        bar.ax.minorticks_off()
         figure.savefig(path)
 
 
@@ -198,7 +209,7 @@ def _end_labels(axis: Axes, curves: Mapping[str, Curve], palette: Mapping[str, s
                 moved = True
         if not moved:
             break
-    shift = max(0.0, -places[0])
+    shift = max(0.0, -places[0]) + min(0.0, 1 - places[-1])
     for (_, name), place in zip(ends, places, strict=True):
         axis.annotate(
             name,

@@ -23,6 +23,11 @@ th:first-child, td:first-child { text-align: left } thead th { border-bottom: 2p
 div.table { overflow-x: auto } img { max-width: 100%; height: auto } figcaption { font-size: 13px; color: #555 }
 figure { margin: 1.5rem 0 } h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2rem }"""
 
+_WEIGHTS = (
+    "mean weight of every source (over a fixed validation batch and the seeds), times the reader's number of sources: "
+    "1 (white) is the standard residual."
+)
+
 
 @dataclasses.dataclass
 class Block:
@@ -115,11 +120,11 @@ def draw(folder: Path, summary: dict[str, Any], chosen: dict[str, list[Result]])
         )
         plots.depth_profile(path, panels_of_depth, palette)
     for variant, runs in chosen.items():
+        if runs[0].result["config"]["model"]["freeze_queries"]:
+            continue  # equal weights, everywhere
         rows = _mean_weights([run.result["depth_weights"] for run in runs])
         if rows:
-            path = add(
-                "weights", f"weights_{variant}", f"{variant}: mean weight of every source (over batch and seeds)."
-            )
+            path = add("weights", f"weights_{variant}", f"{variant}: {_WEIGHTS}")
             plots.depth_weights(path, variant, rows)
     sweeps = {variant: summary["variants"][variant]["learning_rates"] for variant in names}
     if any(len(rates) > 1 for rates in sweeps.values()):
@@ -154,9 +159,9 @@ def compose(summary: dict[str, Any], drawn: dict[str, list[Block]]) -> list[Bloc
             Block(
                 "text",
                 f"Steps of {baseline} to the variant's final loss, divided by the variant's steps (curves averaged "
-                "over the seeds). '>' means that it never reached that loss within its run; nothing is extrapolated. In "
-                "the middle of a decaying schedule a loss is higher than at the end of a shorter schedule, so the number "
-                "says how far ahead a variant is of this run, not of a run planned shorter or longer.",
+                "over the seeds). '>' means that it never reached that loss within its run; nothing is extrapolated. "
+                "In the middle of a decaying schedule a loss is higher than at the end of a shorter schedule, so the "
+                "number says how far ahead a variant is of this run, not of a run planned shorter or longer.",
             )
         ]
     if drawn["rates"]:
