@@ -69,7 +69,7 @@ def attach(model: nn.Module, config: AttnResConfig | Mapping[str, Any] | None = 
     for path in plan.exits:
         add_final_reader(host, path, reader(path, opens_block=True))
     host.attnres_config = config  # type: ignore[assignment]
-    host.__class__ = host_class(type(host))
+    host.__class__ = host_class(cast(Any, type(host)))
     return model
 
 
@@ -164,6 +164,8 @@ def _plan(model: nn.Module, config: AttnResConfig) -> _Plan:
     if not exits:
         raise ValueError(f"{type(host).__name__} has none of the modules that read the final stream: {family.exits}")
     for path in [path for sublayer in sublayers for path in sublayer] + list(exits):
+        if isinstance(host.get_submodule(path), nn.Sequential):  # it would run its reader as one more layer
+            raise ValueError(f"module {path!r} is an nn.Sequential, which cannot hold a reader: name its first module")
         if hasattr(host.get_submodule(path), "depth"):
             raise ValueError(f"module {path!r} has an attribute 'depth' already, where its reader would go")
     prefix = f"{family.inner}." if family.inner else ""

@@ -51,7 +51,10 @@ class AttnResHost:
         host = cast(nn.Module, self)
         next_readers = _next_readers(host)
         taken = super().prune_intermediate_layers(*args, **kwargs)  # type: ignore[misc]
-        for path, module in families.exit_modules(host, families.family_of(host).pruned_exits).items():
+        family = families.family_of(host)
+        if any(hasattr(module, "depth") for module in families.exit_modules(host, family.exits).values()):
+            return taken  # a final reader is still there
+        for path, module in families.exit_modules(host, family.pruned_exits).items():
             if not hasattr(module, "depth"):
                 reader = next_readers[len(families.blocks_of(host)) - 1]
                 reader.name = path
@@ -78,7 +81,7 @@ class AttnResHost:
         return _new_host, (stock_class(type(self)),), self.__dict__
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def host_class(base: Any) -> Any:
     """`AttnRes<base>`: the class of an attached model of class `base`."""
     return type(
@@ -91,7 +94,7 @@ def stock_class(cls: type) -> type[nn.Module]:
     return cls.__mro__[cls.__mro__.index(AttnResHost) + 1]
 
 
-def _new_host(base: type[nn.Module]) -> nn.Module:
+def _new_host(base: Any) -> nn.Module:
     cls = host_class(base)
     return cls.__new__(cls)
 

@@ -30,7 +30,7 @@ for _name, _readers in {
 for _name, _family in {
     "vision_transformer.VisionTransformer": Family(),
     "vision_transformer_relpos.VisionTransformerRelPos": Family(),
-    "vision_transformer_sam.VisionTransformerSAM": Family(exits=("neck",), pruned_exits=("neck",)),
+    "vision_transformer_sam.VisionTransformerSAM": Family(exits=("neck.0",), pruned_exits=("neck",)),
     "eva.Eva": Family(),
     "naflexvit.NaFlexVit": Family(
         condition=None, why_no_condition="its token mean would include the padding of variable-size inputs"
