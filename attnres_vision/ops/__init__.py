@@ -47,7 +47,7 @@ def depth_attention(
         fp64 sources). With `return_weights`, also the weights (n, ..., heads) in fp32 (fp64).
 
     Raises:
-        ValueError: no sources, shapes or devices that do not fit, heads that do not divide D, unknown form, negative eps.
+        ValueError: no sources, misfit shapes or devices, heads that do not divide D, an unknown form, a negative eps.
         TypeError: an argument that is not a floating-point tensor, or not a number.
     """
     _check(sources, query, eps, scale, form, heads)
