@@ -16,7 +16,14 @@ from torch.utils import _pytree as pytree
 
 from attnres_vision import families
 from attnres_vision.config import AttnResConfig
-from attnres_vision.reader import DepthAttention, begin_stream, begin_stream_with_token_mean, read_final, read_stream
+from attnres_vision.reader import (
+    DepthAttention,
+    begin_stream,
+    begin_stream_with_token_mean,
+    check_gradients,
+    read_final,
+    read_stream,
+)
 from attnres_vision.stream import DepthStream
 
 
@@ -104,7 +111,11 @@ def _new_host(base: Any) -> nn.Module:
 
 def read_output(block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     """Forward hook of the last block, where no module behind the blocks can read: the final read is its output."""
-    return _depth_of(block)(output) if isinstance(output, DepthStream) else output
+    if not isinstance(output, DepthStream):
+        return output
+    depth = _depth_of(block)
+    check_gradients(output, depth)
+    return depth(output)
 
 
 def add_reader(module: nn.Module, reader: DepthAttention) -> None:

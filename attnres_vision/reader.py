@@ -30,7 +30,7 @@ class DepthAttention(nn.Module):
     Args:
         dim: width D.
         config: the model's AttnResConfig.
-        opens_block: this reader is the first of its block (or the final one): it ends the block before it.
+        opens_block: this reader is the first of its block, so its reads end the block before it, or the final one.
         only_embedding: this reader sees only the embedding: it is the identity and has no parameters.
         name: the module path of the host module, for messages and records.
 
@@ -77,6 +77,10 @@ class DepthAttention(nn.Module):
                 nn.init.normal_(parameter)
             else:
                 nn.init.zeros_(parameter)
+
+    def init_weights(self) -> None:
+        """The name that timm's MLP-Mixer looks for when it initialises a model (the others call reset_parameters)."""
+        self.reset_parameters()
 
     def extra_repr(self) -> str:
         kind = "identity" if self.query is None else f"query={self.config.query!r}"
@@ -156,28 +160,44 @@ def begin_stream_with_token_mean(block: nn.Module, args: tuple[Any, ...], kwargs
 
 def read_stream(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Forward pre-hook of a module inside a block: the stream argument becomes what `module.depth` reads."""
+    depth = module.depth
+    assert isinstance(depth, DepthAttention)
     if not (args and isinstance(args[0], DepthStream)):
-        depth = module.depth
-        assert isinstance(depth, DepthAttention)
         got = type(args[0]).__name__ if args else "no argument"
         raise TypeError(
             f"{depth.name!r} of an AttnRes model must be given a DepthStream, got {got}: the residual stream was lost "
             "before this block. Start at the model's first block and pass on what each block returns, or detach the "
             "model (attnres_vision.detach) to run its blocks on tensors"
         )
-    return _read(module, args, kwargs)
+    if depth.opens_block:
+        args[0].seal()
+    return (depth(args[0]), *args[1:]), kwargs
 
 
 def read_final(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Forward pre-hook of a module behind the blocks: like `read_stream`, but a tensor passes unchanged."""
+    """Forward pre-hook of a module behind the blocks: like `read_stream`, but a tensor passes unchanged.
+
+    It leaves the open block open: `forward_intermediates(norm=True)` calls the final norm between the blocks.
+    """
     if args and isinstance(args[0], DepthStream):
-        return _read(module, args, kwargs)
+        depth = module.depth
+        assert isinstance(depth, DepthAttention)
+        check_gradients(args[0], depth)
+        return (depth(args[0]), *args[1:]), kwargs
     return None
 
 
-def _read(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    stream, depth = args[0], module.depth
-    assert isinstance(depth, DepthAttention)
-    if depth.opens_block:
-        stream.seal()
-    return (depth(stream), *args[1:]), kwargs
+def check_gradients(stream: DepthStream, depth: DepthAttention) -> None:
+    """Raise for a final read of a stream with gradients in its embedding but not in the outputs of its layers.
+
+    Reentrant checkpointing makes one: it sees no tensor in a DepthStream, and the layers' gradients would be lost. The
+    read may be in a checkpoint itself, so the gradient mode says nothing.
+    """
+    embedding = stream.blocks[0]
+    if embedding.requires_grad and not stream.sources()[-1].requires_grad and embedding.grad_fn is not None:
+        raise RuntimeError(
+            f"{depth.name!r} of an AttnRes model reads layer outputs that were computed without gradients, although "
+            "the embedding has them. Reentrant gradient checkpointing cannot carry a DepthStream: use "
+            "use_reentrant=False (timm.layers.set_reentrant_ckpt(False), timm's default). To run the blocks without "
+            "gradients on purpose, compute the embedding under torch.no_grad() too"
+        )
