@@ -218,6 +218,32 @@ def refuse(operation: str) -> NoReturn:
     raise TypeError(_refusal(operation))
 
 
+def _refused_operator(symbol: str) -> Callable[..., NoReturn]:
+    def operator(stream: DepthStream, *operands: Any) -> NoReturn:
+        refuse(f"the operator {symbol}")
+
+    return operator
+
+
+# Python looks operators up on the class, past __getattr__; its own message would name no way out.
+for _symbol, _names in {
+    "-": ("neg", "sub", "rsub"),
+    "*": ("mul", "rmul"),
+    "/": ("truediv", "rtruediv"),
+    "//": ("floordiv", "rfloordiv"),
+    "%": ("mod", "rmod"),
+    "**": ("pow", "rpow"),
+    "@": ("matmul", "rmatmul"),
+    "<": ("lt",),
+    "<=": ("le",),
+    ">": ("gt",),
+    ">=": ("ge",),
+    "[...] =": ("setitem",),
+}.items():
+    for _name in _names:
+        setattr(DepthStream, f"__{_name}__", _refused_operator(_symbol))
+
+
 pytree.register_pytree_node(
     DepthStream,
     lambda stream: ([stream.blocks, stream.partial, stream.condition], (stream.sealed, stream.channel_dim)),
