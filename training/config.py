@@ -30,6 +30,7 @@ _NOT_HASHED = (
     "resume",
     "num_processes",
     "log_with",
+    "log_interval",
     "checkpoint_interval",
     "keep_checkpoints",
     "data.workers",
@@ -299,7 +300,7 @@ def parse(cls: type[Config], fields: Mapping[str, Any], args: Sequence[str]) -> 
 
 
 def _instantiate(parser: Any, cls: type[Config], parsed: Any) -> Config:
-    instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes  # the name before jsonargparse 4.49
+    instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes  # its name before version 4.49
     return cls(**dict(instantiate(parsed)))
 
 
