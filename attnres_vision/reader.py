@@ -89,7 +89,7 @@ class DepthAttention(nn.Module):
     def forward(self, stream: DepthStream) -> Tensor:
         """What this layer reads: (..., D), in the dtype of the residual stream."""
         if stream.channel_dim != -1:  # a host that moved the channels gets them where it put them
-            return self(stream.channels_last()).movedim(-1, stream.channel_dim).contiguous()
+            return self.forward(stream.channels_last()).movedim(-1, stream.channel_dim).contiguous()
         sources = stream.sources()
         if self.query is None:
             if len(sources) != 1:
