@@ -28,17 +28,8 @@ from accelerate import PartialState
 from accelerate.state import AcceleratorState, GradientState
 
 from training import image, loop, measure, report, summary
-from training.config import (
-    ImageConfig,
-    config_hash,
-    dump_config,
-    from_fields,
-    merge,
-    parse,
-    read_yaml,
-    take_options,
-    to_fields,
-)
+from training.config import ImageConfig
+from training.config_io import config_hash, dump_config, from_fields, merge, parse, read_yaml, take_options, to_fields
 
 
 @dataclasses.dataclass(kw_only=True)

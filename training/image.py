@@ -33,7 +33,8 @@ from tqdm import tqdm
 
 import attnres_vision
 from training import checkpoint, data, loop, measure
-from training.config import ImageConfig, OptimConfig, ScheduleConfig, config_hash, load_config, to_fields
+from training.config import ImageConfig, OptimConfig, ScheduleConfig
+from training.config_io import config_hash, load_config, to_fields
 from training.diagnostics import depth_profile, depth_weights
 
 PROFILE_IMAGES = 64

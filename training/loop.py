@@ -20,12 +20,14 @@ from typing import Any
 
 import numpy as np
 import torch
+import yaml
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import GradientAccumulationPlugin
 from torch.utils.data import IterableDataset
 
-from training.config import TrainConfig, config_hash, dump_config, flatten, to_fields
+from training.config import TrainConfig
+from training.config_io import config_hash, dump_config, flatten, from_fields, to_fields
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
@@ -128,10 +130,6 @@ def clear_run(run_dir: Path) -> None:
 
 
 def _check_same_config(run_dir: Path, config: TrainConfig) -> None:
-    import yaml
-
-    from training.config import from_fields
-
     try:
         old = from_fields(type(config), yaml.safe_load((run_dir / CONFIG).read_text()))
     except (ValueError, yaml.YAMLError) as error:

@@ -11,7 +11,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, NullFormatter, ScalarFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 # Okabe and Ito's palette: told apart with every common colour blindness; the baseline is black
 _BASELINE = "#000000"
@@ -79,6 +79,7 @@ def differences(
                 axis.plot(seeds, np.full(len(seeds), row), "o", color=palette[name], markersize=4, alpha=0.6, mew=0)
                 axis.plot([seeds.mean()] * 2, [row - 0.28, row + 0.28], color=palette[name], linewidth=2)
             axis.set_xlabel(title)
+            axis.xaxis.set_major_locator(MaxNLocator(4))
             axis.set_yticks(range(len(names)), names)
             axis.set_ylim(len(names) - 0.5, -0.5)
             axis.tick_params(axis="y", length=0)
@@ -170,22 +171,16 @@ def _place(axis: Axes) -> Any:
 
 
 def _log_scale(axis: Axes) -> None:
+    """A logarithmic y axis with plain numbers; on less than a decade and a half also at 2 and 5."""
     axis.set_yscale("log")
-    axis.yaxis.set_major_formatter(ScalarFormatter())
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     low, high = axis.get_ylim()
-    if high / low < 30:  # a decade or less: label some minor ticks too, plain numbers instead of powers
-        axis.yaxis.set_minor_formatter(_FewMinor())
-        axis.tick_params(axis="y", which="minor", labelsize=7)
-    else:
-        axis.yaxis.set_minor_formatter(NullFormatter())
+    axis.yaxis.set_minor_formatter(FuncFormatter(_two_and_five) if high / low < 30 else NullFormatter())
+    axis.tick_params(axis="y", which="minor", labelsize=7)
 
 
-class _FewMinor(ScalarFormatter):
-    """Labels 2 and 5 (times a power of ten) only."""
-
-    def __call__(self, x: float, pos: int | None = None) -> str:
-        leading = round(x / 10 ** np.floor(np.log10(x) + 1e-9))
-        return f"{x:g}" if leading in (2, 5) else ""
+def _two_and_five(value: float, _: int | None = None) -> str:
+    return f"{value:g}" if round(value / 10 ** np.floor(np.log10(value) + 1e-9)) in (2, 5) else ""
 
 
 def _end_labels(axis: Axes, curves: Mapping[str, Curve], palette: Mapping[str, str]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from training.config import flatten
+from training.config_io import flatten
 from training.loop import read_metrics
 
 # what a run ends with; lower is better for all but top1

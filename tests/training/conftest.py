@@ -15,7 +15,8 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 from PIL import Image
 
-from training.config import ImageConfig, from_fields, merge
+from training.config import ImageConfig
+from training.config_io import from_fields, merge
 from training.loop import read_metrics
 
 ROOT = Path(__file__).parents[2]

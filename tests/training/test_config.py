@@ -11,7 +11,8 @@ import yaml
 from conftest import ROOT
 
 from training import compare
-from training.config import ImageConfig, config_hash, dump_config, from_fields, load_config, merge, to_fields
+from training.config import ImageConfig
+from training.config_io import config_hash, dump_config, from_fields, load_config, merge, to_fields
 from training.image import build_model
 
 TABLES = sorted((ROOT / "configs" / "image").glob("*.yaml"))

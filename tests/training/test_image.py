@@ -15,7 +15,8 @@ import torch
 from conftest import ROOT, clean_env, losses, run
 
 from training import checkpoint, data, image, loop
-from training.config import ImageConfig, dump_config, from_fields, load_config, merge, to_fields
+from training.config import ImageConfig
+from training.config_io import dump_config, from_fields, load_config, merge, to_fields
 
 EVERYTHING = {
     "model": {
