@@ -42,30 +42,42 @@ class AttnResHost:
         taken, _ = feature_take_indices(len(families.blocks_of(host)), indices)
         next_readers = [_next_readers(host)[index] for index in sorted(taken)]
 
-        def read(items: list) -> list:
-            return [_read_streams(item, reader) for item, reader in zip(items, next_readers, strict=True)]
+        def read(name: str, value: Any) -> Any:
+            if name.startswith("image_intermediates"):
+                return [_read_streams(item, reader) for item, reader in zip(value, next_readers, strict=True)]
+            return _read_streams(value, next_readers[-1])  # a stream if stop_early left out the final reader
 
         if isinstance(result, dict):
-            return {
-                key: read(value) if key.startswith("image_intermediates") else value for key, value in result.items()
-            }
+            return {name: read(name, value) for name, value in result.items()}
         if isinstance(result, tuple):
-            return result[0], read(result[1])
-        return read(result)
+            return read("image_features", result[0]), read("image_intermediates", result[1])
+        return read("image_intermediates", result)
 
     def prune_intermediate_layers(self, *args: Any, **kwargs: Any) -> Any:
-        """timm's `prune_intermediate_layers`; the first reader that is cut off becomes the final reader."""
+        """timm's `prune_intermediate_layers`; the features of the blocks that stay are those of the full model.
+
+        The first reader that is cut off becomes the final reader if the module with the final reader goes too.
+        Otherwise it stays on the last block, for `forward_intermediates(norm=False)`, and a plain forward pass leaves
+        it out.
+        """
         host = cast(nn.Module, self)
         next_readers = _next_readers(host)
         taken = super().prune_intermediate_layers(*args, **kwargs)  # type: ignore[misc]
-        family = families.family_of(host)
-        if any(hasattr(module, "depth") for module in families.exit_modules(host, family.exits).values()):
-            return taken  # a final reader is still there
-        for path, module in families.exit_modules(host, family.pruned_exits).items():
-            if not hasattr(module, "depth"):
-                reader = next_readers[len(families.blocks_of(host)) - 1]
-                reader.name = path
-                add_final_reader(host, path, reader)
+        family, blocks = families.family_of(host), families.blocks_of(host)
+        reader, (last_path, last_block) = next_readers[len(blocks) - 1], list(blocks.items())[-1]
+        final_readers = [
+            module.depth for module in families.exit_modules(host, family.exits).values() if hasattr(module, "depth")
+        ]
+        if final_readers:
+            if reader not in final_readers:
+                reader.name = last_path
+                last_block.add_module("depth", reader)
+            return taken
+        if hasattr(last_block, "depth"):
+            del last_block.depth
+        for path in families.exit_modules(host, family.pruned_exits):
+            reader.name = path
+            add_final_reader(host, path, reader)
         return taken
 
     @torch.jit.ignore
@@ -150,8 +162,8 @@ def _next_readers(model: nn.Module) -> list[DepthAttention]:
         block.get_submodule(families.sublayer_readers(block, path)[0][0])
         for path, block in families.blocks_of(model).items()
     ]
-    exits = families.exit_modules(model, (*family.exits, *family.pruned_exits)).values()
-    final = next(module for module in exits if hasattr(module, "depth"))
+    exits = families.exit_modules(model, (families.LAST_BLOCK_OUTPUT, *family.exits, *family.pruned_exits)).values()
+    final = next(module for module in exits if hasattr(module, "depth"))  # the last block has one only after pruning
     return [_depth_of(module) for module in [*first_readers[1:], final]]
 
 

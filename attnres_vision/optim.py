@@ -54,7 +54,8 @@ def depth_param_groups(
         if ours:
             scaled = {"lr": group["lr"] * query_lr_scale} if "lr" in group else {}
             scaled |= {"lr_scale": group.get("lr_scale", 1.0) * query_lr_scale} if "lr" not in group else {}
-            split.append({**group, "params": ours, "weight_decay": 0.0, **scaled})
+            # use_fallback: AdamW, for timm's Muon, whose orthogonalised steps are far too large for a query's matrix
+            split.append({**group, "params": ours, "weight_decay": 0.0, "use_fallback": True, **scaled})
     missing = [
         f"{path}.depth.{name}"
         for path, reader in readers(model).items()
