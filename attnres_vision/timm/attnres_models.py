@@ -73,8 +73,13 @@ def create(base: str, pretrained: bool, attnres: Mapping[str, Any] | None, **kwa
             model._model_args = {"attnres": config.to_dict()}  # type: ignore[assignment]
             return model
 
+        # Some entrypoints look the base model's config up themselves; saved, it would name the base model.
+        kwargs["pretrained_cfg_overlay"] = {
+            **(kwargs.get("pretrained_cfg_overlay") or {}),
+            "architecture": PREFIX + base,
+        }
         kwargs["pretrained_filter_fn"] = _with_depth_parameters(pretrained_filter_fn)
-        return build_model_with_cfg(model_with_attnres, PREFIX + variant, pretrained, *args, **kwargs)
+        return build_model_with_cfg(model_with_attnres, PREFIX + base, pretrained, *args, **kwargs)
 
     return _with_builder(model_entrypoint(base), build)(pretrained=pretrained, **kwargs)
 
