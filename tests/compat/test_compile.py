@@ -1,0 +1,148 @@
+"""torch.compile and torch.export on AttnRes models. Inductor needs a C++ compiler; without one its tests skip."""
+
+import copy
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.compat.models import attached, images
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
+TOKEN = {"block_size": 3, "query": "token", "rank": 4}
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def step(model: nn.Module, run: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Output and gradients of one training step of `model`, run through `run`."""
+    model.zero_grad()
+    torch.manual_seed(0)
+    output = run(images())
+    output.square().sum().backward()
+    return output.detach(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def assert_same(got: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[str, Tensor]]) -> None:
+    torch.testing.assert_close(got[0], expected[0], rtol=1e-4, atol=1e-5)
+    scale = max(float(value.abs().max()) for value in expected[1].values())  # some biases have no gradient but rounding
+    for name, value in expected[1].items():
+        torch.testing.assert_close(got[1][name], value, rtol=1e-3, atol=1e-6 * scale, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def assert_same_step(model: nn.Module, run: Any) -> None:
+    expected = step(model, model)
+    assert_same(step(model, run), expected)
+
+
+@needs_compiler
+@pytest.mark.parametrize("config", [{"block_size": 3}, TOKEN], ids=["static", "token"])
+def test_inductor_forward_and_backward_equal_eager(config: dict) -> None:
+    model = attached("vit", config, depth=2).train()
+    assert_same_step(model, torch.compile(model, fullgraph=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("vit", {"mode": "full"}),
+        ("eva", {"block_size": 3, "query": "condition"}),
+        ("beit", {"block_size": 3}),
+        ("sam", TOKEN),
+        ("qwen3-classifier", {"block_size": 3, "query": "block"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.get("query", "static"),
+)
+def test_whole_graph_forward_and_backward(name: str, config: dict) -> None:
+    """fullgraph=True: nothing in the library breaks the graph; with AOT autograd, as inductor traces it."""
+    model = attached(name, config, depth=2).train()
+    assert_same_step(model, torch.compile(model, fullgraph=True, backend="aot_eager"))
+
+
+@pytest.mark.parametrize("name", ["cait", "xcit"])
+def test_late_class_tokens_break_the_graph(name: str) -> None:
+    """Dynamo cannot trace torch.cat of a tensor and a stream; with fullgraph=False the model is right."""
+    model = attached(name, depth=2).train()
+    assert_same_step(model, torch.compile(model, backend="aot_eager"))
+
+
+@torch.no_grad()
+def test_whole_graph_under_autocast() -> None:
+    model = attached("vit", depth=2)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, got = model(images()), compiled(images())
+    torch.testing.assert_close(got, expected, rtol=0.05, atol=0.05)
+
+
+@torch.no_grad()
+def test_features_compile() -> None:
+    model = attached("vit", depth=2)
+    compiled = torch.compile(model.forward_intermediates, fullgraph=True, backend="aot_eager")
+    final, taken = compiled(images(), indices=[0, 1])
+    expected_final, expected = model.forward_intermediates(images(), indices=[0, 1])
+    for a, b in zip([final, *taken], [expected_final, *expected], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_new_query_needs_no_new_graph() -> None:
+    """The parameters are inputs of the graph: an optimiser step is seen by the compiled model."""
+    model = attached("vit", depth=2)
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    with torch.no_grad():
+        first = compiled(images())
+        model.norm.depth.query.add_(1.0)
+        second = compiled(images())
+        assert not torch.allclose(first, second)
+        torch.testing.assert_close(second, model(images()), rtol=1e-4, atol=1e-5)
+    assert counter.frame_count == 1
+
+
+def test_blocks_compiled_one_by_one() -> None:
+    """Regional compilation: the number of sources differs per block, so there is one graph for each."""
+    model = attached("vit").train()
+    compiled = copy.deepcopy(model)
+    for block in compiled.blocks:
+        block.compile(backend="aot_eager")
+    assert compiled.state_dict().keys() == model.state_dict().keys()
+    assert_same(step(compiled, compiled), step(model, model))
+
+
+def test_checkpointing_in_a_compiled_model() -> None:
+    """fullgraph=True says what to do instead; with graph breaks the gradients are right."""
+    model = attached("vit").train()
+    model.set_grad_checkpointing()
+    with pytest.raises(Exception, match=r"gradient\s+checkpointing off in a compiled model"):
+        torch.compile(model, fullgraph=True, backend="aot_eager")(images())
+    torch._dynamo.reset()
+    assert_same_step(model, torch.compile(model, fullgraph=False, backend="aot_eager"))
+
+
+@pytest.mark.parametrize("config", [{"block_size": 3}, TOKEN], ids=["static", "token"])
+@pytest.mark.parametrize("name", ["vit", "sam"])
+@torch.no_grad()
+def test_export(name: str, config: dict) -> None:
+    model = attached(name, config, depth=2)
+    program = torch.export.export(model, (images(),), strict=False)
+    targets = {str(node.target) for node in program.graph.nodes}
+    assert not [target for target in targets if "attnres" in target]  # only operators that every runtime knows
+    other = images(seed=7)
+    torch.testing.assert_close(program.module()(other), model(other), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_export_with_a_dynamic_batch() -> None:
+    model = attached("vit", TOKEN)
+    batch = torch.export.Dim("batch", min=1, max=16)
+    program = torch.export.export(model, (images(4),), strict=False, dynamic_shapes=({0: batch},))
+    for size in (1, 3):
+        torch.testing.assert_close(program.module()(images(size)), model(images(size)), rtol=1e-4, atol=1e-5)
