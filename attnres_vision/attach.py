@@ -16,7 +16,15 @@ from torch import Tensor, nn
 
 from attnres_vision import families
 from attnres_vision.config import AttnResConfig
-from attnres_vision.host import AttnResHost, add_final_reader, add_reader, host_class, remove_hooks, stock_class
+from attnres_vision.host import (
+    AttnResHost,
+    add_final_reader,
+    add_reader,
+    host_class,
+    remove_hooks,
+    share_final_reader,
+    stock_class,
+)
 from attnres_vision.reader import DepthAttention, begin_stream, begin_stream_with_token_mean
 
 
@@ -68,6 +76,8 @@ def attach(model: nn.Module, config: AttnResConfig | Mapping[str, Any] | None = 
             add_reader(host.get_submodule(path), reader(path, opens_block=opens_block, only_embedding=index == 0))
     for path in plan.exits:
         add_final_reader(host, path, reader(path, opens_block=True))
+    for path in families.exit_modules(host, families.family_of(host).shared_exits):
+        share_final_reader(host, path, plan.exits[0])
     host.attnres_config = config  # type: ignore[assignment]
     host.__class__ = host_class(cast(Any, type(host)))
     return model

@@ -40,7 +40,7 @@ class AttnResHost:
         result = super().forward_intermediates(x, indices, *args, **kwargs)  # type: ignore[misc]
         host = cast(nn.Module, self)
         taken, _ = feature_take_indices(len(families.blocks_of(host)), indices)
-        next_readers = [_next_readers(host)[index] for index in sorted(taken)]
+        next_readers = [_next_readers(host)[index] for index in sorted(set(taken))]
 
         def read(name: str, value: Any) -> Any:
             if name.startswith("image_intermediates"):
@@ -139,11 +139,19 @@ def add_reader(module: nn.Module, reader: DepthAttention) -> None:
 def add_final_reader(model: nn.Module, path: str, reader: DepthAttention) -> None:
     """Put a reader in front of a module behind the blocks, or behind the last block."""
     module = model.get_submodule(path)
+    module.__dict__.pop("depth", None)  # a shared one
     module.add_module("depth", reader)
     if path in families.blocks_of(model):
         module.register_forward_hook(read_output)
     else:
         module.register_forward_pre_hook(read_final, with_kwargs=True)
+
+
+def share_final_reader(model: nn.Module, path: str, owner: str) -> None:
+    """Let a module read the finished stream with the reader of `owner`, whose parameters keep their one name."""
+    module = model.get_submodule(path)
+    module.__dict__["depth"] = _depth_of(model.get_submodule(owner))  # past nn.Module, which would register it
+    module.register_forward_pre_hook(read_final, with_kwargs=True)
 
 
 def remove_hooks(module: nn.Module) -> None:

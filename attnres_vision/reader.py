@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from attnres_vision import ops
 from attnres_vision.config import AttnResConfig
+from attnres_vision.lazy import LazyRead, may_be_lazy
+from attnres_vision.ops.reference import compute_dtype
 from attnres_vision.stream import DepthStream
 
 
@@ -95,52 +97,64 @@ class DepthAttention(nn.Module):
             if len(sources) != 1:
                 raise ValueError(f"reader {self.name!r} reads only the embedding, got {len(sources)} sources")
             return sources[0]
-        config = self.config
-        read = ops.depth_attention(
-            sources,
-            self.compute_query(stream),
-            eps=config.key_eps,
-            scale=config.scale,
-            form=config.form,
-            heads=config.heads,
-        )
-        assert isinstance(read, Tensor)
-        return read
+        if torch.compiler.is_compiling() or self._low_rank_is_small():
+            read = ops.depth_attention(sources, self.compute_query(stream), **self._options())
+            assert isinstance(read, Tensor)
+            return read
+        return self.lazy(stream).tensor()
+
+    def lazy(self, stream: DepthStream) -> LazyRead:
+        """The same read, to be computed with the LayerNorm that takes it."""
+        assert self.query is not None
+        if self.config.rank is None or self._low_rank_is_small():
+            return LazyRead(stream.sources(), self.compute_query(stream), **self._options())
+        return LazyRead(stream.sources(), self.query, low_rank=self._factors(stream), **self._options())
 
     def weights(self, stream: DepthStream) -> Tensor:
         """The depth weights of this read: (n, ..., heads), summing to one over the n sources."""
         stream = stream.channels_last()
-        sources, config = stream.sources(), self.config
+        sources = stream.sources()
         query = sources[0].new_zeros(self.dim) if self.query is None else self.compute_query(stream)
-        result = ops.depth_attention(
-            sources, query, eps=config.key_eps, scale=config.scale, heads=config.heads, return_weights=True
-        )
-        return result[1]
+        return ops.depth_attention(sources, query, return_weights=True, **self._options())[1]
 
     def compute_query(self, stream: DepthStream) -> Tensor:
         """The query for this read: (D,), (B, D) or (..., D) by `config.query`."""
         assert self.query is not None
-        kind = self.config.query
-        if kind == "static":
+        if self.config.query == "static":
             return self.query
-        if kind == "condition":
+        if self.config.rank is not None:
+            return self.query + F.linear(*self._factors(stream))
+        assert self.query_proj is not None
+        given = self._given(stream).to(self.query_proj.dtype)
+        given = F.rms_norm(given, (self.dim,), eps=self.config.key_eps)
+        return self.query + F.linear(given, self.query_proj * self.dim**-0.5)
+
+    def _factors(self, stream: DepthStream) -> tuple[Tensor, Tensor]:
+        """left (..., r) and right (D, r) of a low-rank query: query + left @ right.T."""
+        assert self.config.rank is not None and self.query_down is not None and self.query_up is not None
+        given = self._given(stream).to(self.query_down.dtype)
+        # The norm after the projection, on r numbers: a normalised copy of the source would be kept for backward.
+        norm = torch.linalg.vector_norm(given, dim=-1, keepdim=True, dtype=compute_dtype(given.dtype))
+        left = F.linear(given, self.query_down) * torch.rsqrt(norm.square() / self.dim + self.config.key_eps)
+        return left, self.query_up * (self.dim * self.config.rank) ** -0.5  # by both fan-ins
+
+    def _given(self, stream: DepthStream) -> Tensor:
+        """What an input-dependent query is computed from: (B, D) for a condition, else a source (..., D)."""
+        if self.config.query == "condition":
             if stream.condition is None:
                 raise ValueError(f"reader {self.name!r} has query='condition', but the stream carries no condition")
-            given = stream.condition
-        elif kind == "token" or self.opens_block or stream.partial is None:
-            given = stream.sources()[-1]
-        else:  # the newest source when the block was entered
-            given = stream.blocks[-1]
-        last = self.query_proj if self.config.rank is None else self.query_up
-        assert last is not None
-        given = given.to(torch.promote_types(given.dtype, last.dtype))
-        given = F.rms_norm(given, (self.dim,), eps=self.config.key_eps)
-        fan_in = self.dim
-        if self.config.rank is not None:
-            assert self.query_down is not None
-            given = F.linear(given, self.query_down)
-            fan_in *= self.config.rank  # both fan-ins at once, on the small matrix
-        return self.query + F.linear(given, last * fan_in**-0.5)
+            return stream.condition
+        if self.config.query == "token" or self.opens_block or stream.partial is None:
+            return stream.sources()[-1]
+        return stream.blocks[-1]  # the newest source when the block was entered
+
+    def _low_rank_is_small(self) -> bool:
+        """Whether the query is few numbers, so that it need not be kept as two factors for backward."""
+        return self.config.rank is None or self.config.query == "condition"
+
+    def _options(self) -> dict[str, Any]:
+        config = self.config
+        return {"eps": config.key_eps, "scale": config.scale, "form": config.form, "heads": config.heads}
 
 
 def begin_stream(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -171,7 +185,7 @@ def read_stream(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         )
     if depth.opens_block:
         args[0].seal()
-    return (depth(args[0]), *args[1:]), kwargs
+    return (_read(module, depth, args[0]), *args[1:]), kwargs
 
 
 def read_final(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -183,8 +197,13 @@ def read_final(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         depth = module.depth
         assert isinstance(depth, DepthAttention)
         check_gradients(args[0], depth)
-        return (depth(args[0]), *args[1:]), kwargs
+        return (_read(module, depth, args[0]), *args[1:]), kwargs
     return None
+
+
+def _read(module: nn.Module, depth: DepthAttention, stream: DepthStream) -> Tensor | LazyRead:
+    lazy = depth.query is not None and stream.channel_dim == -1 and may_be_lazy(module, depth)
+    return depth.lazy(stream) if lazy else depth(stream)
 
 
 def check_gradients(stream: DepthStream, depth: DepthAttention) -> None:

@@ -47,6 +47,6 @@ for _name, _family in {
         inner="encoder", exits=(LAST_BLOCK_OUTPUT,), pruned_exits=(LAST_BLOCK_OUTPUT,)
     ),
     # The class-attention blocks mix tokens outside the residual form: they run on the tensor that the first one reads.
-    "xcit.Xcit": Family(exits=("cls_attn_blocks.0",)),
+    "xcit.Xcit": Family(exits=("cls_attn_blocks.0",), shared_exits=("norm",)),
 }.items():
     MODELS[f"timm.models.{_name}"] = _family

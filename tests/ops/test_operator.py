@@ -60,14 +60,44 @@ def test_bad_input_is_named(arguments, options, error, message):
 @pytest.mark.parametrize("query_shape", [(12,), (2, 12), (2, 7, 12)], ids=["static", "sample", "token"])
 def test_opcheck(query_shape):
     sources, query = inputs(3, (2, 7, 12), query_shape)
-    torch.library.opcheck(eager.forward_op, (sources, query, 1e-6, 0.5, 3.0, 2))
-    out, weights, scores, inv_rms = eager.forward_op(sources, query, 1e-6, 0.5, 3.0, 2)
-    saved = [t.detach() for t in (weights, scores, inv_rms)]
+    small = (query, None, None, None, None)
+    torch.library.opcheck(eager.forward_op, (sources, *small, None, 1e-6, 0.5, 3.0, 2))
+    check_backward(sources, small, None, [True, False, True, True, False, False, False, False])
+
+
+def check_backward(sources, small, norm_eps, needs_grad):
+    out, *saved = eager.forward_op(sources, *small, norm_eps, 1e-6, 0.5, 3.0, 2)
     values = [source.detach() for source in sources]
-    needs_grad = [True, False, True, True]
-    torch.library.opcheck(
-        eager.backward_op, (torch.ones_like(out), None, values, query.detach(), *saved, 0.5, 3.0, needs_grad)
-    )
+    small, saved = ([None if t is None else t.detach() for t in tensors] for tensors in (small, saved))
+    torch.library.opcheck(eager.backward_op, (torch.ones_like(out), None, values, *small, *saved, 0.5, 3.0, needs_grad))
+
+
+def test_opcheck_with_a_low_rank_query_and_a_layer_norm():
+    sources, query = inputs(3, (2, 7, 12), (12,))
+    shapes = [(2, 7, 4), (12, 4), (12,), (12,)]  # left, right, norm weight, norm bias
+    small = (query, *(torch.randn(shape, requires_grad=True) for shape in shapes))
+    torch.library.opcheck(eager.forward_op, (sources, *small, 1e-5, 1e-6, 0.5, 3.0, 2))
+    check_backward(sources, small, 1e-5, [True] * 8)
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("affine", [True, False])
+def test_low_rank_query_and_layer_norm_equal_their_parts(heads, affine):
+    """The operator's two options against the reference followed by PyTorch's own layer norm: values and gradients."""
+    double = {"dtype": torch.float64, "requires_grad": True}
+    sources, query = inputs(5, (2, 7, 12), (12,), dtype=torch.float64)
+    left, right = torch.randn(2, 7, 4, **double), torch.randn(12, 4, **double)
+    weight, bias = (torch.randn(12, **double), torch.randn(12, **double)) if affine else (None, None)
+    arguments = [*sources, query, left, right, *([weight, bias] if affine else [])]
+    out = eager.depth_attention(sources, query, heads=heads, low_rank=(left, right), layer_norm=(weight, bias, 1e-5))
+    hidden = reference.depth_attention(sources, query + left @ right.T, heads=heads)
+    expected = nn.functional.layer_norm(hidden, (12,), weight, bias, 1e-5)
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
+    upstream = torch.randn_like(out)
+    for gradient, wanted in zip(
+        torch.autograd.grad(out, arguments, upstream), torch.autograd.grad(expected, arguments, upstream), strict=True
+    ):
+        torch.testing.assert_close(gradient, wanted, rtol=1e-10, atol=1e-10)
 
 
 def test_saved_memory_is_a_few_numbers_per_token():

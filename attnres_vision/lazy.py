@@ -1,0 +1,70 @@
+"""LazyRead: a read that waits for the LayerNorm that takes it, so that both are one operation.
+
+A LayerNorm saves its input for backward: one more copy of the hidden states per sublayer, beside the sources. Read and
+norm as one operator save the sources alone and mix the hidden states again. The norm stays the host's own module: it is
+called with this object and hands it to `F.layer_norm`, which asks `__torch_function__`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attnres_vision.ops import eager
+
+
+class LazyRead:
+    """The arguments of one depth attention. Everything except `F.layer_norm` sees the tensor it stands for."""
+
+    def __init__(self, sources: Sequence[Tensor], query: Tensor, **options: Any) -> None:
+        self._sources, self._query, self._options = sources, query, options
+        self._tensor: Tensor | None = None
+
+    def tensor(self) -> Tensor:
+        """The hidden states (..., D), computed once."""
+        if self._tensor is None:
+            read = eager.depth_attention(self._sources, self._query, **self._options)
+            assert isinstance(read, Tensor)
+            self._tensor = read
+        return self._tensor
+
+    def layer_norm(
+        self, shape: Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+    ) -> Tensor:
+        """`F.layer_norm(self, ...)`, fused where one dtype and the width allow it."""
+        width, dtype = self._sources[0].shape[-1], self._sources[0].dtype
+        operands = [*self._sources, *(parameter for parameter in (weight, bias) if parameter is not None)]
+        one_dtype = all(operand.dtype == dtype for operand in operands)
+        if tuple(shape) != (width,) or not one_dtype or torch.is_autocast_enabled(self._sources[0].device.type):
+            return F.layer_norm(self.tensor(), list(shape), weight, bias, eps)
+        normed = eager.depth_attention(self._sources, self._query, layer_norm=(weight, bias, eps), **self._options)
+        assert isinstance(normed, Tensor)
+        return normed
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.layer_norm and isinstance(args[0], LazyRead):
+            return args[0].layer_norm(*args[1:], **kwargs)
+
+        def tensor(value: Any) -> Any:
+            return value.tensor() if isinstance(value, LazyRead) else value
+
+        return func(*map(tensor, args), **{name: tensor(value) for name, value in kwargs.items()})
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # not set yet, or a protocol that a stand-in does not speak
+            raise AttributeError(name)
+        return getattr(self.tensor(), name)
+
+
+def may_be_lazy(module: nn.Module, reader: nn.Module) -> bool:
+    """Whether `module` can be given a LazyRead: a LayerNorm in eager mode, and nobody looks at the reader's output."""
+    watched = reader._forward_hooks or reader._forward_pre_hooks or reader._backward_hooks or reader._backward_pre_hooks
+    return isinstance(module, nn.LayerNorm) and not watched and not torch.compiler.is_compiling()

@@ -1,0 +1,188 @@
+"""What the custom operator (eager.py) computes: depth attention and its gradient, written out.
+
+With r_i = 1 / rms(v_i), s_i = scale * r_i * (q . v_i), a = softmax(s) and f = n ("sum") or 1 ("mean"), from
+arXiv 2603.15031, Eq. 1 to 6:
+
+    forward    h    = f * sum_i a_i v_i
+    backward   p_i  = f * (dh . v_i) + da_i
+               ds_i = a_i * (p_i - sum_j a_j p_j)
+               dv_i = f a_i dh + scale r_i ds_i q - (r_i^2 / D) (ds_i . s_i) v_i
+               dq   = scale * sum_i r_i ds_i v_i
+
+Nothing is stacked, and a backward pass needs only the sources, the query and three numbers per source, token and depth
+head (a, s, r): h itself can be had again from `mix`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnres_vision.ops.reference import compute_dtype, promoted_dtype
+
+
+def read_forward(
+    sources: Sequence[Tensor], query: Tensor, eps: float, scale: float, factor: float, heads: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(h, weights a, scores s, 1/rms r): (..., D), (n, ..., heads), (n, ..., heads), (n, ...)."""
+    dtype = compute_dtype(promoted_dtype(sources))
+    shape = sources[0].shape
+    values = [_rows(source) for source in sources]
+    num_samples, num_tokens, width = values[0].shape
+    query, shared = _query_rows(query, shape, dtype)
+    out = torch.empty((num_samples, num_tokens, width), dtype=dtype, device=query.device)
+    inv_rms = out.new_empty(len(sources), num_samples, num_tokens)
+    scores = out.new_empty(len(sources), num_samples, num_tokens, heads)
+    with no_autocast(out.device.type):
+        use_bmm = shared and heads == 1 and _exact_bmm(out.device)
+        if use_bmm:
+            column = query.expand(num_samples, 1, width).contiguous().transpose(1, 2)
+        for value, norm, score in zip(values, inv_rms.unbind(0), scores.unbind(0), strict=True):
+            value = value.to(dtype)
+            # The norm first: it streams a cold source into the cache at full bandwidth, a matrix product does not.
+            torch.linalg.vector_norm(value, dim=-1, out=norm)
+            if use_bmm:
+                torch.bmm(value, column, out=score)
+            else:
+                _row_dot(value, query, scratch=out, result=score)
+        inv_rms.square_().div_(width).add_(eps).rsqrt_()
+        scores.mul_(inv_rms.unsqueeze(-1)).mul_(scale)
+        weights = scores.softmax(0)
+        _mix_into(out, values, weights, factor)
+    stats = (len(sources), *shape[:-1])
+    out = out.view(shape).to(promoted_dtype(sources))
+    return out, weights.view(*stats, heads), scores.view(*stats, heads), inv_rms.view(stats)
+
+
+def mix(sources: Sequence[Tensor], weights: Tensor, factor: float) -> Tensor:
+    """h = factor * sum_i a_i v_i once more, from the weights (n, ..., heads): the same bits as `read_forward`."""
+    values = [_rows(source) for source in sources]
+    out = weights.new_empty(values[0].shape)
+    with no_autocast(out.device.type):
+        _mix_into(out, values, weights.view(len(values), *out.shape[:-1], -1), factor)
+    return out.view(sources[0].shape).to(promoted_dtype(sources))
+
+
+def _mix_into(out: Tensor, values: list[Tensor], weights: Tensor, factor: float) -> None:
+    by_head = (weights.shape[-1], -1)
+    mixed = out.unflatten(-1, by_head)
+    # Backwards: the last source is still in the cache.
+    for i, weight in reversed(list(enumerate((weights * factor).unsqueeze(-1).unbind(0)))):
+        value = values[i].to(out.dtype).unflatten(-1, by_head)
+        if i == len(values) - 1:
+            torch.mul(value, weight, out=mixed)
+        else:
+            mixed.addcmul_(value, weight)
+
+
+def read_backward(
+    grad_out: Tensor | None,
+    grad_weights: Tensor | None,
+    sources: Sequence[Tensor],
+    query: Tensor,
+    weights: Tensor,
+    scores: Tensor,
+    inv_rms: Tensor,
+    scale: float,
+    factor: float,
+    needs_grad: Sequence[bool],
+) -> list[Tensor | None]:
+    """Gradients of the sources and then of the query, None where `needs_grad` has no mark."""
+    dtype, heads, num_sources = weights.dtype, weights.shape[-1], len(sources)
+    values = [_rows(source) for source in sources]
+    num_samples, num_tokens, width = values[0].shape
+    rows, shared = _query_rows(query, sources[0].shape, dtype)
+    by_head = (heads, width // heads)
+    stats = (num_sources, num_samples, num_tokens)
+    weights, scores, inv_rms = weights.view(*stats, heads), scores.view(*stats, heads), inv_rms.view(*stats, 1)
+
+    grads = {
+        i: torch.empty_like(sources[i], memory_format=torch.contiguous_format)
+        for i in range(num_sources)
+        if needs_grad[i]
+    }
+    first = grads.get(min(grads, default=-1))
+    # The gradient that is written last holds the products until then: a fresh buffer costs page faults.
+    scratch = _rows(first) if first is not None and first.dtype == dtype else weights.new_empty(values[0].shape)
+    grad_query = torch.zeros_like(rows, memory_format=torch.contiguous_format) if needs_grad[-1] else None
+
+    with no_autocast(weights.device.type):
+        products = weights.new_zeros(weights.shape)
+        if grad_out is not None:
+            grad_out = _rows(grad_out).to(dtype)
+            for value, product in zip(values, products.unbind(0), strict=True):
+                _row_dot(value.to(dtype), grad_out, scratch=scratch, result=product)
+            products.mul_(factor)
+        if grad_weights is not None:
+            products.add_(grad_weights.view(weights.shape))
+        grad_scores = weights * (products - (weights * products).sum(0))
+        norm_term = (grad_scores * scores).sum(-1, keepdim=True).mul_(inv_rms.square()).div_(-width)
+        query_term = (grad_scores * inv_rms).mul_(scale)
+        value_term = weights * factor
+        for i in reversed(range(num_sources)):
+            value = values[i].to(dtype)
+            if grad_query is not None:
+                _add_query_grad(grad_query, value, query_term[i], shared, scratch)
+            if i in grads:
+                result = _rows(grads[i])
+                target = (result if result.dtype == dtype else scratch).unflatten(-1, by_head)
+                torch.mul(rows.unflatten(-1, by_head), query_term[i].unsqueeze(-1), out=target)
+                if grad_out is not None:
+                    target.addcmul_(grad_out.unflatten(-1, by_head), value_term[i].unsqueeze(-1))
+                target.addcmul_(value.unflatten(-1, by_head), norm_term[i].unsqueeze(-1))
+                if result.dtype != dtype:
+                    result.copy_(scratch)
+    query_grad = None if grad_query is None else grad_query.reshape(query.shape).to(query.dtype)
+    return [*(grads.get(i) for i in range(num_sources)), query_grad]
+
+
+def _add_query_grad(grad_query: Tensor, value: Tensor, query_term: Tensor, shared: bool, scratch: Tensor) -> None:
+    """grad_query += query_term * value, summed over what the query is shared by; `scratch` is overwritten."""
+    heads = query_term.shape[-1]
+    value_by_head = value.unflatten(-1, (heads, -1))
+    if not shared:
+        grad_query.unflatten(-1, (heads, -1)).addcmul_(value_by_head, query_term.unsqueeze(-1))
+        return
+    if heads == 1 and _exact_bmm(value.device):
+        summed = torch.bmm(query_term.transpose(1, 2), value)
+    else:
+        torch.mul(value_by_head, query_term.unsqueeze(-1), out=scratch.unflatten(-1, (heads, -1)))
+        summed = scratch.sum(1, keepdim=True)
+    grad_query.add_(summed if grad_query.shape[0] == summed.shape[0] else summed.sum(0))
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """(..., D) as (samples, tokens, D), a view wherever possible. One sample is cut in two, for two threads in bmm."""
+    rows = tensor.flatten(1, -2) if tensor.dim() > 2 else tensor.view(1, -1, tensor.shape[-1])
+    if rows.shape[0] == 1 and rows.shape[1] % 2 == 0:
+        rows = rows.unflatten(1, (2, -1)).squeeze(0)
+    return rows
+
+
+def _query_rows(query: Tensor, shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, bool]:
+    """The query as (1 or samples, 1 or tokens, D) and whether the tokens of a sample share it."""
+    query = query.to(dtype)
+    if query.dim() == 1 or query.dim() < len(shape):
+        return query.view(-1, 1, shape[-1]), True
+    return _rows(query), False
+
+
+def _row_dot(left: Tensor, right: Tensor, *, scratch: Tensor, result: Tensor) -> None:
+    """result[..., h] = the dot product of slice h of every row; `scratch` is overwritten."""
+    torch.mul(left, right, out=scratch)
+    torch.sum(scratch.unflatten(-1, (result.shape[-1], -1)), -1, out=result)
+
+
+def _exact_bmm(device: torch.device) -> bool:
+    """Whether a matrix product stays in full fp32. On a GPU, and if the user asks for less, it may not."""
+    return device.type == "cpu" and torch.get_float32_matmul_precision() == "highest"
+
+
+def no_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
+    """Scores stay in fp32 under autocast too; entering a disabled autocast costs microseconds, so only if needed."""
+    enabled = torch.is_autocast_enabled(device_type)
+    return torch.autocast(device_type, enabled=False) if enabled else contextlib.nullcontext()
