@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 import attnres_vision
 from tests.compat.models import DEPTH, MODELS, WIDTH, attached, converted, host_of, images, randomise
 
-INDICES = [None, 2, [1, 3], [0, -1], (1,)]
+INDICES = [None, 2, [1, 3], [3, 0], [0, -1], [2, 2], (1,)]
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"norm": True},
@@ -61,7 +61,7 @@ def positions(indices: Any) -> list[int]:
     """The blocks that `indices` means, as timm documents it: None all, an int the last n, else these."""
     if indices is None:
         return list(range(DEPTH))
-    return list(range(DEPTH - indices, DEPTH)) if isinstance(indices, int) else sorted(i % DEPTH for i in indices)
+    return list(range(DEPTH - indices, DEPTH)) if isinstance(indices, int) else sorted({i % DEPTH for i in indices})
 
 
 def reads_of(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
@@ -185,6 +185,24 @@ def test_an_attention_mask_reaches_the_blocks() -> None:
     assert not torch.allclose(final, model.forward_features(images()))
     causal = model.forward_intermediates(images(), is_causal=True, intermediates_only=True)
     assert not torch.allclose(causal[0], taken[0])
+
+
+@torch.no_grad()
+def test_xcit_norm_reads_with_the_reader_of_the_class_attention() -> None:
+    """Its norm gets the stream from forward_intermediates(norm=True) only: it has no parameters of its own."""
+    model = attached("xcit")
+    raw, normed = (
+        model.forward_intermediates(images(), [3], norm=norm, intermediates_only=True)[0] for norm in (False, True)
+    )
+    torch.testing.assert_close(normed, model.norm(raw.permute(0, 2, 3, 1)).permute(0, 3, 1, 2))
+    assert "norm" not in attnres_vision.readers(model)
+    twin = copy.deepcopy(model)
+    model.cls_attn_blocks[0].depth.query.add_(1.0)
+    assert torch.equal(twin.forward_intermediates(images(), [3], norm=True)[1][0], normed)
+    twin.cls_attn_blocks[0].depth.query.zero_()
+    assert not torch.allclose(twin.forward_intermediates(images(), [3], norm=True)[1][0], normed)
+    attnres_vision.detach(attnres_vision.attach(attnres_vision.detach(randomise(twin, 0.0))))
+    assert not hasattr(twin.norm, "depth") and not twin.norm._forward_pre_hooks
 
 
 # Pruning and features_only -------------------------------------------------------------------------------------------
