@@ -3,9 +3,9 @@
     python benchmarks/vit_overhead.py                      # ViT-S/16, batch 8, fp32, 2 threads: about 4 minutes
     python benchmarks/vit_overhead.py --smoke
 
-Steps of all variants are interleaved, so that a disturbance of the machine meets all of them; the table gives the median
-of the per-round ratios to stock. Peak memory is the peak of tensor bytes alive in a step (parameters, gradients and
-optimiser state included), from the profiler's allocation events.
+Steps of all variants are interleaved, so that a disturbance of the machine meets all of them; the table gives the
+median of the per-round ratios to stock. Peak memory is the peak of tensor bytes alive in a step (parameters, gradients
+and optimiser state included), from the profiler's allocation events.
 """
 
 from __future__ import annotations
