@@ -72,11 +72,11 @@ SUBLAYERS: dict[str, Callable[..., list[Sublayer]]] = {
 # The equations -------------------------------------------------------------------------------------------------------
 
 
-def rms_norm(x: Tensor) -> Tensor:
-    return x / (x.pow(2).mean(dim=-1, keepdim=True) + 1e-6).sqrt()
+def rms_norm(x: Tensor, eps: float) -> Tensor:
+    return x / (x.pow(2).mean(dim=-1, keepdim=True) + eps).sqrt()
 
 
-def make_query(depth: dict[str, Tensor], name: str, kind: str, given: Tensor) -> Tensor:
+def make_query(depth: dict[str, Tensor], name: str, kind: str, given: Tensor, eps: float) -> Tensor:
     """q = w + W RMSNorm(given) / sqrt(fan-in); a low-rank W is U V, and both have a fan-in."""
     w = depth[f"{name}.depth.query"]
     if kind == "static":
@@ -87,16 +87,16 @@ def make_query(depth: dict[str, Tensor], name: str, kind: str, given: Tensor) ->
     else:
         up, down = depth[f"{name}.depth.query_up"], depth[f"{name}.depth.query_down"]
         matrix = (up / up.shape[1] ** 0.5) @ (down / width**0.5)
-    return w + rms_norm(given) @ matrix.T
+    return w + rms_norm(given, eps) @ matrix.T
 
 
-def attend(sources: list[Tensor], query: Tensor, heads: int, scale: float, form: str) -> Tensor:
+def attend(sources: list[Tensor], query: Tensor, heads: int, scale: float, form: str, eps: float) -> Tensor:
     """h = n * sum_i softmax_i(scale * q . RMSNorm(v_i)) v_i, each head with its own slice of q, k and v."""
     columns = []
     width = sources[0].shape[-1] // heads
     for head in range(heads):
         part = slice(head * width, (head + 1) * width)
-        scores = torch.stack([scale * (query[..., part] * rms_norm(v)[..., part]).sum(-1) for v in sources])
+        scores = torch.stack([scale * (query[..., part] * rms_norm(v, eps)[..., part]).sum(-1) for v in sources])
         exponentials = torch.exp(scores - scores.max(dim=0).values)
         weights = exponentials / exponentials.sum(dim=0)
         columns.append(sum(a[..., None] * v[..., part] for a, v in zip(weights, sources, strict=True)))
@@ -115,6 +115,7 @@ def written_out(
     heads: int = 1,
     scale: float = 1.0,
     form: str = "sum",
+    key_eps: float = 1e-6,
     cumulative: bool = False,
 ) -> Tensor:
     """The logits of a stock model whose layers read as the equations say.
@@ -149,7 +150,7 @@ def written_out(
             "block": sources_of(entry)[-1],  # the newest source when the reader's block was entered
             "condition": condition,
         }[query]
-        return attend(sources, make_query(depth, name, query, given), heads, scale, form)
+        return attend(sources, make_query(depth, name, query, given, key_eps), heads, scale, form, key_eps)
 
     for number, (names, compute) in enumerate(layers, start=1):
         # the first layer has one source: nothing to choose from
@@ -166,7 +167,7 @@ def both(key: str, config: dict[str, Any], block_size: int, training: bool = Fal
     stock = regularise(stock).train(training)
     attached = randomise_depth(attached_copy(stock, **config))
     depth = {name: value.clone().requires_grad_() for name, value in attnres_state_dict(attached).items()}
-    options = {name: config[name] for name in ("query", "heads", "scale", "form") if name in config}
+    options = {name: config[name] for name in ("query", "heads", "scale", "form", "key_eps") if name in config}
     x = images(key, torch.float64)
     torch.manual_seed(1)
     got = attached(x)
@@ -232,6 +233,11 @@ def test_every_block_size_and_query_kind_equals_the_equations(blocks: str, kind:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_head_count_scale_and_form_equals_the_equations(kind: str, heads: int, scale: float, form: str) -> None:
     assert_equal(both("prenorm", {"block_size": 3, **KINDS[kind], "heads": heads, "scale": scale, "form": form}, 3))
+
+
+@pytest.mark.parametrize("kind", ["static", "token-rank3"])
+def test_key_eps_is_the_epsilon_of_every_norm_of_a_reader(kind: str) -> None:
+    assert_equal(both("deit3", {"block_size": 3, **KINDS[kind], "key_eps": 0.3}, 3))
 
 
 @pytest.mark.parametrize("kind", KINDS)
