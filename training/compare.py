@@ -31,6 +31,8 @@ from training import image, loop, measure, report, summary
 from training.config import ImageConfig
 from training.config_io import config_hash, dump_config, from_fields, merge, parse, read_yaml, take_options, to_fields
 
+_LAUNCHER = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
 
 @dataclasses.dataclass(kw_only=True)
 class CompareConfig:
@@ -138,8 +140,10 @@ def _run_process(run: Run) -> tuple[float, str | None]:
     run.folder.mkdir(parents=True, exist_ok=True)
     asked = run.folder / "asked.yaml"
     dump_config(run.config, asked)
-    # on a CPU one thread: the sums, and so the losses, do not depend on the machine's number of cores
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"} if not _on_gpu(run.config) else dict(os.environ)
+    # a process of its own, also under a launcher that started this one as the only process of a group
+    environment = {name: value for name, value in os.environ.items() if name not in _LAUNCHER}
+    if not _on_gpu(run.config):
+        environment["OMP_NUM_THREADS"] = "1"  # the sums, and so the losses, do not depend on the number of cores
     started = time.perf_counter()
     with (run.folder / "log.txt").open("a") as log:
         done = subprocess.run(
