@@ -99,7 +99,10 @@ def depth_profile(
             curves = {name: (np.arange(1, y.shape[-1] + 1), np.atleast_2d(y)) for name, y in values.items()}
             for name, (x, y) in curves.items():
                 axis.plot(x, y.mean(0), color=palette[name], marker=".", markersize=3, linewidth=1.1)
-            _log_scale(axis)
+            if any((y > 0).any() for _, y in curves.values()):
+                _log_scale(axis)
+            else:  # a head that starts at zero passes no gradient on
+                axis.text(0.5, 0.5, "zero: the head starts at zero", ha="center", transform=axis.transAxes, color="0.4")
             axis.set_title(title)
             axis.xaxis.set_major_locator(MaxNLocator(7, integer=True))
             if _place(axis).is_first_col():
