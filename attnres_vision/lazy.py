@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import timm.layers
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -64,7 +65,20 @@ class LazyRead:
         return getattr(self.tensor(), name)
 
 
+# These hand their argument to F.layer_norm and do nothing else with it; a subclass of one's own may do anything.
+_FORWARDS = (nn.LayerNorm.forward, timm.layers.LayerNorm.forward)
+
+
 def may_be_lazy(module: nn.Module, reader: nn.Module) -> bool:
-    """Whether `module` can be given a LazyRead: a LayerNorm in eager mode, and nobody looks at the reader's output."""
-    watched = reader._forward_hooks or reader._forward_pre_hooks or reader._backward_hooks or reader._backward_pre_hooks
-    return isinstance(module, nn.LayerNorm) and not watched and not torch.compiler.is_compiling()
+    """Whether `module` can be given a LazyRead: a LayerNorm in eager mode, and no hook but ours looks at the read."""
+    watched = (
+        len(module._forward_pre_hooks) > 1
+        or module._forward_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or reader._forward_hooks
+        or reader._forward_pre_hooks
+        or reader._backward_hooks
+        or reader._backward_pre_hooks
+    )
+    return type(module).forward in _FORWARDS and not watched and not torch.compiler.is_compiling()
