@@ -32,8 +32,8 @@ class Family:
         exits: paths of the modules that read the finished stream, in order; `LAST_BLOCK_OUTPUT` makes what the last
             block returns the final read, for models without a module behind the blocks.
         pruned_exits: the same after timm's `prune_intermediate_layers`, where that removes the modules in `exits`.
-        shared_exits: modules that get the stream only from `forward_intermediates(norm=True)`; they read with the reader
-            of the first of `exits`, since one of their own would never be trained.
+        shared_exits: modules that get the stream only from `forward_intermediates(norm=True)`; they read with the
+            reader of the first of `exits`, since one of their own would never be trained.
         inner: path of the submodule that is the transformer itself, "" if the model is.
         condition: what `query="condition"` reads: "token mean", or None if the model has nothing suitable.
         why_no_condition: completes the error message for None.

@@ -1,5 +1,6 @@
 """Data-parallel training over two gloo processes on the CPU equals one process on the whole batch."""
 
+import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -85,7 +86,9 @@ def worker(rank: int, port: int, folder: str, names: list[str]) -> None:
             }
         if rank == 0:
             torch.save({"losses": losses, "state": state}, Path(folder) / f"{name}.pt")
+    dist.barrier()
     dist.destroy_process_group()
+    os._exit(0)  # gloo's threads may outlive the group, and the interpreter's exit would then abort
 
 
 @pytest.fixture(scope="module")
