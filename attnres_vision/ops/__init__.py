@@ -82,7 +82,8 @@ def _check(sources: Sequence[Tensor], query: Tensor, eps: float, scale: float, f
     if not isinstance(query, Tensor) or not query.is_floating_point():
         raise TypeError(f"query must be a floating-point tensor, got {_describe(query)}")
     allowed = [shape[-1:], shape] if len(shape) < 3 else [shape[-1:], (shape[0], shape[-1]), shape]
-    if query.shape not in allowed:
+    # Lengths first: comparing (B, T, D) with (D,) would make torch.export exclude B = D under dynamic shapes
+    if not any(len(query.shape) == len(size) and query.shape == size for size in allowed):
         listed = " or ".join(_shape(size) for size in allowed)
         raise ValueError(f"query must have shape {listed} for these sources, got {_shape(query.shape)}")
     if query.device != device:

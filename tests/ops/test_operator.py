@@ -202,3 +202,15 @@ def test_reference_and_operator_agree_on_a_realistic_size():
     query = 0.05 * query.detach()
     expected = reference.depth_attention([s.double() for s in sources], query.double())
     torch.testing.assert_close(depth_attention(sources, query).double(), expected, atol=1e-4, rtol=1e-5)
+
+
+def test_export_with_a_batch_that_may_equal_the_width():
+    class Read(nn.Module):
+        def forward(self, first: Tensor, second: Tensor, query: Tensor) -> Tensor:
+            return depth_attention([first, second], query)
+
+    example = torch.randn(3, 7, 12), torch.randn(3, 7, 12), torch.randn(3, 7, 12)
+    batch = {0: torch.export.Dim("batch", min=2, max=64)}
+    program = torch.export.export(Read(), example, dynamic_shapes=(batch, batch, batch), strict=False)
+    sources, query = [torch.randn(12, 7, 12) for _ in range(2)], torch.randn(12, 7, 12)
+    torch.testing.assert_close(program.module()(*sources, query), depth_attention(sources, query), rtol=1e-5, atol=1e-5)
