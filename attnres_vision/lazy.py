@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnres_vision.ops import eager
+from attnres_vision.ops.analytic import autocast_enabled
 
 
 class LazyRead:
@@ -40,7 +41,7 @@ class LazyRead:
         width, dtype = self._sources[0].shape[-1], self._sources[0].dtype
         operands = [*self._sources, *(parameter for parameter in (weight, bias) if parameter is not None)]
         one_dtype = all(operand.dtype == dtype for operand in operands)
-        if tuple(shape) != (width,) or not one_dtype or torch.is_autocast_enabled(self._sources[0].device.type):
+        if tuple(shape) != (width,) or not one_dtype or autocast_enabled(self._sources[0].device.type):
             return F.layer_norm(self.tensor(), list(shape), weight, bias, eps)
         normed = eager.depth_attention(self._sources, self._query, layer_norm=(weight, bias, eps), **self._options)
         assert isinstance(normed, Tensor)

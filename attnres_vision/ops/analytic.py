@@ -184,5 +184,10 @@ def _exact_bmm(device: torch.device) -> bool:
 
 def no_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
     """Scores stay in fp32 under autocast too; entering a disabled autocast costs microseconds, so only if needed."""
-    enabled = torch.is_autocast_enabled(device_type)
+    enabled = autocast_enabled(device_type)
     return torch.autocast(device_type, enabled=False) if enabled else contextlib.nullcontext()
+
+
+def autocast_enabled(device_type: str) -> bool:
+    """Whether autocast is on for a kind of device; the meta device has none, and torch raises if it is asked."""
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)

@@ -104,3 +104,17 @@ def test_everything_else_sees_the_tensor():
     assert read.shape == expected.shape and read.dtype == expected.dtype
     torch.testing.assert_close(torch.nn.functional.gelu(read), torch.nn.functional.gelu(expected))
     torch.testing.assert_close(read.mean(dim=1), expected.mean(dim=1))
+
+
+def test_flops_are_counted_on_the_meta_device():
+    """Depth attention is in the count: four more sources per read are more FLOPs, and no memory is touched."""
+    counts = []
+    for block_size in (1, 6):
+        model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=3, device="meta")
+        attnres_vision.attach(model, block_size=block_size)
+        with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+            model(torch.empty(1, 3, 32, 32, device="meta"))
+        counts.append(counter.get_total_flops())
+    tokens, width, flops_per_element = 5, 192, 6
+    # Full reads 2, 3, ..., 7 sources; one block reads embedding and partial sum six times
+    assert counts[0] - counts[1] == flops_per_element * tokens * width * (sum(range(2, 8)) - 6 * 2)
