@@ -6,7 +6,6 @@ depth parameters can be saved alone, like a LoRA.
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Mapping
 from typing import Any, cast
@@ -14,30 +13,19 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from attnres_vision import families
+from attnres_vision import begin, families
 from attnres_vision.config import AttnResConfig
 from attnres_vision.host import (
     AttnResHost,
     add_final_reader,
     add_reader,
-    host_class,
     remove_hooks,
     share_final_reader,
     stock_class,
+    timm_host_class,
 )
-from attnres_vision.reader import DepthAttention, begin_stream, begin_stream_with_token_mean
-
-
-@dataclasses.dataclass
-class _Plan:
-    """Everything `attach` needs to know, found and checked before the model is touched."""
-
-    host: nn.Module
-    prefix: str
-    config: AttnResConfig
-    block_size: int
-    sublayers: list[list[str]]  # per sublayer, the paths of its readers in the host
-    exits: list[str]
+from attnres_vision.plan import Plan, make_plan, reader_places
+from attnres_vision.reader import DepthAttention
 
 
 def attach(model: nn.Module, config: AttnResConfig | Mapping[str, Any] | None = None, **fields: Any) -> nn.Module:
@@ -56,31 +44,71 @@ def attach(model: nn.Module, config: AttnResConfig | Mapping[str, Any] | None = 
         ValueError: an invalid or unfitting config, an unknown model or block class, a model that is attached already.
             The model is then untouched.
     """
-    plan = _plan(model, AttnResConfig.resolve(config, **fields))
-    host, config = plan.host, plan.config
-    first_block = next(iter(families.blocks_of(host).values()))
-    parameter = next(first_block.parameters())
-    dim = _width(host)
+    plan = make_plan(model, AttnResConfig.resolve(config, **fields))
+    host, family = plan.host, plan.family
+    parameter = next(plan.first_block.parameters())
+    # diffusers' dtype: that of the parameters that are not kept in fp32
+    dtype = getattr(host, "dtype", parameter.dtype)
 
-    def reader(name: str, **kwargs: Any) -> DepthAttention:
+    def reader(path: str, stream: str, **options: Any) -> DepthAttention:
         depth = DepthAttention(
-            dim, config, name=plan.prefix + name, device=parameter.device, dtype=parameter.dtype, **kwargs
+            plan.width(stream),
+            plan.config,
+            name=plan.prefix + path,
+            stream=stream,
+            device=parameter.device,
+            dtype=dtype,
+            **options,
+            **plan.given(path, stream),
         )
         return depth.train(host.training)
 
-    begin = begin_stream_with_token_mean if config.query == "condition" else begin_stream
-    first_block.register_forward_pre_hook(begin, with_kwargs=True)
-    for index, paths in enumerate(plan.sublayers):
-        for path in paths:
-            opens_block = index % plan.block_size == 0
-            add_reader(host.get_submodule(path), reader(path, opens_block=opens_block, only_embedding=index == 0))
+    _begin(plan)
+    for place in plan.places:
+        depth = reader(
+            place.path,
+            place.stream,
+            opens_block=place.index % plan.block_size == 0 and not place.follower,
+            only_embedding=place.index == 0 and not place.follower,
+            position=place.position,
+            keyword=place.keyword,
+        )
+        add_reader(host.get_submodule(place.path), depth, place.attribute)
     for path in plan.exits:
-        add_final_reader(host, path, reader(path, opens_block=True))
-    for path in families.exit_modules(host, families.family_of(host).shared_exits):
+        add_final_reader(host, path, reader(path, family.streams[0].name, opens_block=True))
+    for path in families.exit_modules(host, family.shared_exits):
         share_final_reader(host, path, plan.exits[0])
-    host.attnres_config = config  # type: ignore[assignment]
-    host.__class__ = host_class(cast(Any, type(host)))
+    host.attnres_config = plan.config  # type: ignore[assignment]
+    if not isinstance(host, AttnResHost):  # dit.models' classes call attach on themselves
+        host.__class__ = (family.host_class or timm_host_class)(cast(Any, type(host)))
+    cast(AttnResHost, host).attached()
     return model
+
+
+def _begin(plan: Plan) -> None:
+    """Hook the blocks at which the streams begin, and the embedders that compute their condition."""
+    family, host = plan.family, plan.host
+    if len(family.streams) == 1 and not isinstance(family.condition, Mapping):
+        token_mean = plan.config.query == "condition"
+        hook = begin.begin_stream_with_token_mean if token_mean else begin.begin_stream
+        plan.first_block.register_forward_pre_hook(hook, with_kwargs=True)
+        return
+    conditions = begin.Conditions()
+    how = begin.Begin(family.streams, plan.sources, conditions, plan.config.key_eps)
+    for index, block in enumerate(families.blocks_of(host).values()):
+        if index == 0 or family.skips_blocks:
+            block.depth_begin = how  # type: ignore[assignment]
+            block.register_forward_pre_hook(begin.begin_streams, with_kwargs=True)
+        if "other_stream" in (plan.config.condition or ()):
+            block.depth_begin = how  # type: ignore[assignment]
+            block.register_forward_pre_hook(begin.tell_other_stream, with_kwargs=True)
+    if plan.sources:
+        host.depth_conditions = conditions  # type: ignore[assignment]
+        host.register_forward_pre_hook(begin.forget_conditions, with_kwargs=True)
+    for name, source in plan.sources.items():
+        embedder = host.get_submodule(source.module)
+        embedder.depth_condition = (conditions, name, source)  # type: ignore[assignment]
+        embedder.register_forward_hook(begin.keep_condition)
 
 
 def detach(model: nn.Module) -> nn.Module:
@@ -103,33 +131,37 @@ def detach(model: nn.Module) -> nn.Module:
         )
     for module in list(model.modules()):
         remove_hooks(module)
-        if isinstance(getattr(module, "depth", None), DepthAttention):
-            del module.depth
+        if isinstance(module.__dict__.get("depth"), DepthAttention):  # a shared reader
+            del module.__dict__["depth"]
+        for attribute in [name for name, child in module._modules.items() if isinstance(child, DepthAttention)]:
+            delattr(module, attribute)
     for host in hosts:
+        host.detaching()
         del host.attnres_config
         host.__class__ = stock_class(type(host))
     return model
 
 
 def readers(model: nn.Module) -> dict[str, DepthAttention]:
-    """The readers of a model in depth order, by the path of the module that each one sits on."""
-    found = {
-        name.removesuffix(".depth"): module
-        for name, module in model.named_modules()
-        if isinstance(module, DepthAttention)
+    """The readers of a model in depth order, by the path of the module that each one sits on.
+
+    In models with several streams the names show which one is read: "transformer_blocks.0.norm1 (image)".
+    """
+    order = {
+        f"{prefix}{place.path}.{place.attribute}": index
+        for prefix, host in _hosts(model)
+        for index, place in enumerate(reader_places(host))
     }
-    ordered = []
-    for prefix, host in _hosts(model):
-        paths = [path for sublayer in _sublayers(host) for path in sublayer]
-        ordered += [prefix + path for path in paths]
-    order = {path: index for index, path in enumerate(ordered)}
     # The final readers stand behind all sublayers, in the order of the modules
-    return dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
+    found = sorted(_reader_modules(model).items(), key=lambda item: order.get(item[0], len(order)))
+    return {
+        path.rpartition(".")[0] + (f" ({reader.stream})" if reader.stream else ""): reader for path, reader in found
+    }
 
 
 def attnres_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The depth parameters alone, under their names in `model.state_dict()`."""
-    depth = {f"{path}.depth." for path in readers(model)}
+    depth = {f"{path}." for path in _reader_modules(model)}
     return {name: value for name, value in model.state_dict().items() if name[: name.rfind(".") + 1] in depth}
 
 
@@ -153,41 +185,8 @@ def load_attnres_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
     model.load_state_dict(dict(state), strict=False)
 
 
-def _plan(model: nn.Module, config: AttnResConfig) -> _Plan:
-    if any(isinstance(module, (DepthAttention, AttnResHost)) for module in model.modules()):
-        raise ValueError(f"model {type(model).__name__} has Attention Residuals already: detach it first")
-    family = families.family_of(model)
-    host = model.get_submodule(family.inner)
-    sublayers = _sublayers(host)
-    block_size = config.sublayers_per_block(len(sublayers))
-    dim = _width(host)
-    if dim % config.heads:
-        raise ValueError(f"heads must divide the width {dim} of this model, got {config.heads}")
-    if config.rank is not None and config.rank > dim:
-        raise ValueError(f"rank must be between 1 and the width {dim} of this model, got {config.rank}")
-    if config.query == "condition" and family.condition is None:
-        raise ValueError(
-            f"query must be 'static', 'token' or 'block' for {type(host).__name__}, got 'condition': the model has no "
-            f"condition, {family.why_no_condition}"
-        )
-    exits = families.exit_modules(host, family.exits) or families.exit_modules(host, family.pruned_exits)
-    if not exits:
-        raise ValueError(f"{type(host).__name__} has none of the modules that read the final stream: {family.exits}")
-    for path in [path for sublayer in sublayers for path in sublayer] + list(exits):
-        if isinstance(host.get_submodule(path), nn.Sequential):  # it would run its reader as one more layer
-            raise ValueError(f"module {path!r} is an nn.Sequential, which cannot hold a reader: name its first module")
-        if hasattr(host.get_submodule(path), "depth"):
-            raise ValueError(f"module {path!r} has an attribute 'depth' already, where its reader would go")
-    prefix = f"{family.inner}." if family.inner else ""
-    return _Plan(host, prefix, config, block_size, sublayers, list(exits))
-
-
-def _sublayers(host: nn.Module) -> list[list[str]]:
-    return [
-        [f"{name}.{path}" for path in sublayer]
-        for name, block in families.blocks_of(host).items()
-        for sublayer in families.sublayer_readers(block, name)
-    ]
+def _reader_modules(model: nn.Module) -> dict[str, DepthAttention]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, DepthAttention)}
 
 
 def _hosts(model: nn.Module) -> list[tuple[str, Any]]:
@@ -198,14 +197,10 @@ def _hosts(model: nn.Module) -> list[tuple[str, Any]]:
     ]
 
 
-def _width(host: nn.Module) -> int:
-    return int(cast(Any, host).embed_dim)
-
-
 def _is_standard_residual(reader: DepthAttention) -> bool:
     if reader.query is None:
         return True
     if reader.config.form != "sum":
         return False
-    zero = [reader.query, reader.query_proj if reader.config.rank is None else reader.query_up]
+    zero = [reader.query, reader.query_proj, reader.query_up]
     return all(not torch.any(parameter) for parameter in zero if isinstance(parameter, Tensor))

@@ -1,6 +1,6 @@
 """AttnResConfig: everything that defines which Attention Residuals a model runs.
 
-One frozen dataclass of JSON scalars, so that it can travel in a timm `model_args`, a diffusers `config.json` or a
+One frozen dataclass of JSON values, so that it can travel in a timm `model_args`, a diffusers `config.json` or a
 YAML file. It is checked when it is made; what depends on a model (its depth, its width) is checked by `attach`,
 before the model is touched.
 """
@@ -10,12 +10,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast, get_args
 
 Mode = Literal["block", "full"]
 Query = Literal["static", "token", "block", "condition"]
 Form = Literal["sum", "mean"]
+Condition = Literal["timestep", "pooled_text", "other_stream"]
 
 
 class _Default(int):
@@ -35,7 +36,11 @@ class AttnResConfig:
         query: where a reader's query comes from. `"static"`: a learned vector (the paper's default). `"token"`: plus a
             projection of the newest source, token by token (the paper's input-dependent ablation). `"block"`: plus a
             projection of the newest source at the block's entry. `"condition"`: plus a projection of the model's
-            conditioning vector (for a ViT the token mean of the embedding).
+            conditioning vector (for a ViT the token mean of the embedding, for a diffusion transformer `condition`).
+        condition: for diffusion transformers with `query="condition"`, what the query is computed from, one or more of
+            `"timestep"` (the model's own time embedding), `"pooled_text"` (its projection of the pooled text embedding)
+            and `"other_stream"` (the token mean of the other stream's newest source, when the transformer block is
+            entered). `None` is the model's default, `("timestep",)`.
         rank: rank of the projection of an input-dependent query; `None` is a full D x D matrix.
         heads: number of depth heads; each D / heads slice of the width has its own softmax over the sources.
         scale: factor on the scores. The paper has 1.0; `D ** -0.5` is what some follow-ups use.
@@ -51,6 +56,7 @@ class AttnResConfig:
     num_blocks: int | None = _Default(8)
     block_size: int | None = None
     query: Query = "static"
+    condition: tuple[Condition, ...] | None = None
     rank: int | None = None
     heads: int = 1
     scale: float = 1.0
@@ -67,6 +73,10 @@ class AttnResConfig:
         _check("scale", self.scale, _is_number(self.scale) and self.scale != 0, "a finite number other than 0")
         _check("key_eps", self.key_eps, _is_number(self.key_eps) and self.key_eps > 0, "a finite number above 0")
         _check("rank", self.rank, self.rank is None or self.query != "static", "None when query is 'static'")
+
+        if self.condition is not None:
+            _check("condition", self.condition, self.query == "condition", "None unless query is 'condition'")
+            object.__setattr__(self, "condition", _condition(self.condition))
 
         given_num_blocks = None if isinstance(self.num_blocks, _Default) else self.num_blocks
         if self.mode == "full":
@@ -100,8 +110,8 @@ class AttnResConfig:
         return value if field == "block_size" else math.ceil(sublayers / value)
 
     def to_dict(self) -> dict[str, Any]:
-        """The config as JSON scalars; `from_dict` gives an equal config back."""
-        return dataclasses.asdict(self)
+        """The config as JSON values; `from_dict` gives an equal config back."""
+        return {**dataclasses.asdict(self), "condition": None if self.condition is None else list(self.condition)}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> AttnResConfig:
@@ -132,6 +142,14 @@ class AttnResConfig:
         if isinstance(config, cls):
             return config
         return cls.from_dict(fields if config is None else cast(Mapping[str, Any], config))
+
+
+def _condition(value: Any) -> tuple[Condition, ...]:
+    names = get_args(Condition)
+    listed = isinstance(value, Sequence) and not isinstance(value, str)
+    valid = listed and len(value) > 0 and len(set(value)) == len(value) and all(name in names for name in value)
+    _check("condition", value, valid, f"a sequence of different names, each {_one_of(names)}, or None")
+    return tuple(value)
 
 
 def _check(field: str, value: Any, valid: bool, allowed: str) -> None:

@@ -1,29 +1,23 @@
-"""AttnResHost: the few methods of a host model that hooks cannot reach.
+"""AttnResHost and TimmHost: the few methods of a host model that hooks cannot reach.
 
-`attach` gives a model the class `AttnRes<its class>`, its own class with this mixin in front (as FSDP2 does), and
+`attach` gives a model the class `AttnRes<its class>`, its own class with a mixin in front (as FSDP2 does), and
 `detach` gives the old class back. The methods work on whatever timm's own return; nothing of theirs is copied.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any, NoReturn, cast
+from collections.abc import Callable
+from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 from timm.models._features import feature_take_indices  # not public, but where every forward_intermediates has it from
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from attnres_vision import families
+from attnres_vision import begin, families
 from attnres_vision.config import AttnResConfig
-from attnres_vision.reader import (
-    DepthAttention,
-    begin_stream,
-    begin_stream_with_token_mean,
-    check_gradients,
-    read_final,
-    read_stream,
-)
+from attnres_vision.reader import DepthAttention, check_gradients, read_final, read_stream
 from attnres_vision.stream import DepthStream
 
 
@@ -31,6 +25,21 @@ class AttnResHost:
     """Mixin of models whose residual stream is a DepthStream."""
 
     attnres_config: AttnResConfig
+    make_class: ClassVar[Callable[[Any], Any]]  # this class from a stock class
+
+    def attached(self) -> None:
+        """Called when `attach` is done with this model."""
+
+    def detaching(self) -> None:
+        """Called before `detach` gives the stock class back."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The class is made at run time, so pickle cannot find it by name; this also serves copy and deepcopy.
+        return _new_host, (self.make_class, stock_class(type(self))), self.__dict__
+
+
+class TimmHost(AttnResHost):
+    """The mixin for timm's models."""
 
     def forward_intermediates(self, x: Any, indices: Any = None, *args: Any, **kwargs: Any) -> Any:
         """timm's `forward_intermediates`. With `norm=False` an intermediate is what the next reader reads.
@@ -95,17 +104,14 @@ class AttnResHost:
     def __prepare_scriptable__(self) -> NoReturn:
         raise NotImplementedError("AttnRes models do not support TorchScript: use torch.compile or torch.export")
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # The class is made at run time, so pickle cannot find it by name; this also serves copy and deepcopy.
-        return _new_host, (stock_class(type(self)),), self.__dict__
-
 
 @functools.cache
-def host_class(base: Any) -> Any:
-    """`AttnRes<base>`: the class of an attached model of class `base`."""
-    return type(
-        f"AttnRes{base.__name__}", (AttnResHost, base), {"__module__": base.__module__, "__doc__": base.__doc__}
-    )
+def timm_host_class(base: Any) -> Any:
+    """`AttnRes<base>`: the class of an attached timm model of class `base`."""
+    return type(f"AttnRes{base.__name__}", (TimmHost, base), {"__module__": base.__module__, "__doc__": base.__doc__})
+
+
+TimmHost.make_class = staticmethod(timm_host_class)
 
 
 def stock_class(cls: type) -> type[nn.Module]:
@@ -113,8 +119,8 @@ def stock_class(cls: type) -> type[nn.Module]:
     return cls.__mro__[cls.__mro__.index(AttnResHost) + 1]
 
 
-def _new_host(base: Any) -> nn.Module:
-    cls = host_class(base)
+def _new_host(make_class: Callable[[Any], Any], base: Any) -> nn.Module:
+    cls = make_class(base)
     return cls.__new__(cls)
 
 
@@ -130,10 +136,11 @@ def read_output(block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     return depth(output)
 
 
-def add_reader(module: nn.Module, reader: DepthAttention) -> None:
+def add_reader(module: nn.Module, reader: DepthAttention, attribute: str = "depth") -> None:
     """Put a reader in front of a module inside a block."""
-    module.add_module("depth", reader)
-    module.register_forward_pre_hook(read_stream, with_kwargs=True)
+    module.add_module(attribute, reader)
+    if attribute == "depth":  # the hook serves all readers on the module
+        module.register_forward_pre_hook(read_stream, with_kwargs=True)
 
 
 def add_final_reader(model: nn.Module, path: str, reader: DepthAttention) -> None:
@@ -156,18 +163,20 @@ def share_final_reader(model: nn.Module, path: str, owner: str) -> None:
 
 def remove_hooks(module: nn.Module) -> None:
     """Remove what this library hooked on a module. By function, since the handles cannot be kept (nor pickled)."""
-    ours = (begin_stream, begin_stream_with_token_mean, read_stream, read_final, read_output)
+    ours = (*begin.HOOKS, read_stream, read_final, read_output)
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key in [key for key, hook in hooks.items() if hook in ours]:
             del hooks[key]
             module._forward_pre_hooks_with_kwargs.pop(key, None)
+    for attribute in begin.ATTRIBUTES:
+        module.__dict__.pop(attribute, None)
 
 
 def _next_readers(model: nn.Module) -> list[DepthAttention]:
     """For each block of a host the reader that reads next after it."""
     family = families.family_of(model)
     first_readers = [
-        block.get_submodule(families.sublayer_readers(block, path)[0][0])
+        block.get_submodule(families.sublayers(block, path)[0].readers[0])
         for path, block in families.blocks_of(model).items()
     ]
     exits = families.exit_modules(model, (families.LAST_BLOCK_OUTPUT, *family.exits, *family.pruned_exits)).values()

@@ -9,6 +9,7 @@ deepcopy of it would keep pointing at the original.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -35,6 +36,10 @@ class DepthAttention(nn.Module):
         opens_block: this reader is the first of its block, so its reads end the block before it, or the final one.
         only_embedding: this reader sees only the embedding: it is the identity and has no parameters.
         name: the module path of the host module, for messages and records.
+        stream: the name of the stream it reads, in models that have several.
+        position: position of the stream among the arguments of the host module; `keyword` is the argument's name.
+        given: width of what an input-dependent query is computed from, by default D; 0 makes the query static.
+        given_other: the last part of that is the other stream's mean.
 
     Shape: `DepthStream` of (..., D) sources to a tensor (..., D).
     """
@@ -52,19 +57,27 @@ class DepthAttention(nn.Module):
         opens_block: bool,
         only_embedding: bool = False,
         name: str = "",
+        stream: str = "",
+        position: int = 0,
+        keyword: str = "hidden_states",
+        given: int | None = None,
+        given_other: bool = False,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.dim, self.config, self.opens_block, self.name = dim, config, opens_block, name
+        self.stream, self.position, self.keyword = stream, position, keyword
+        self.given, self.given_other = dim if given is None else given, given_other
+        self.kind = config.query if self.given else "static"
         shapes: dict[str, tuple[int, ...]] = {}
         if not only_embedding:
             shapes["query"] = (dim,)
-            if config.query != "static" and config.rank is None:
-                shapes["query_proj"] = (dim, dim)
-            elif config.query != "static":
+            if self.kind != "static" and config.rank is None:
+                shapes["query_proj"] = (dim, self.given)
+            elif self.kind != "static":
                 assert config.rank is not None
-                shapes |= {"query_down": (config.rank, dim), "query_up": (dim, config.rank)}
+                shapes |= {"query_down": (config.rank, self.given), "query_up": (dim, config.rank)}
         # Plain parameters, not nn.Linear: "all-linear" LoRA, quantisers and weight re-initialisers must not touch them.
         for parameter in ("query", "query_proj", "query_down", "query_up"):
             shape = shapes.get(parameter)
@@ -72,26 +85,35 @@ class DepthAttention(nn.Module):
             self.register_parameter(parameter, value)
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        """Zero, except the first matrix of a low-rank projection: with both at zero neither would get a gradient."""
+    @torch.no_grad()
+    def reset_parameters(self, *names: str) -> None:
+        """Zero, except the first matrix of a low-rank projection: with both at zero neither would get a gradient.
+
+        Not by nn.init, whose functions do nothing while diffusers loads a checkpoint.
+        """
         for name, parameter in self.named_parameters():
+            if names and name not in names:
+                continue
             if name == "query_down":
-                nn.init.normal_(parameter)
+                parameter.normal_()
             else:
-                nn.init.zeros_(parameter)
+                parameter.zero_()
 
     def init_weights(self) -> None:
         """The name that timm's MLP-Mixer looks for when it initialises a model (the others call reset_parameters)."""
         self.reset_parameters()
 
     def extra_repr(self) -> str:
-        kind = "identity" if self.query is None else f"query={self.config.query!r}"
+        kind = "identity" if self.query is None else f"query={self.kind!r}"
         return f"{self.dim}, {kind}, opens_block={self.opens_block}"
 
     def forward(self, stream: DepthStream) -> Tensor:
         """What this layer reads: (..., D), in the dtype of the residual stream."""
         if stream.channel_dim != -1:  # a host that moved the channels gets them where it put them
             return self.forward(stream.channels_last()).movedim(-1, stream.channel_dim).contiguous()
+        if stream.bounds is not None or stream.cast is not None:
+            plain = self.forward(dataclasses.replace(stream, bounds=None, cast=None)).to(stream.dtype)
+            return plain if stream.bounds is None else plain.clamp(*stream.bounds)
         sources = stream.sources()
         if self.query is None:
             if len(sources) != 1:
@@ -106,7 +128,7 @@ class DepthAttention(nn.Module):
     def lazy(self, stream: DepthStream) -> LazyRead:
         """The same read, to be computed with the LayerNorm that takes it."""
         assert self.query is not None
-        if self.config.rank is None or self._low_rank_is_small():
+        if self._low_rank_is_small():
             return LazyRead(stream.sources(), self.compute_query(stream), **self._options())
         return LazyRead(stream.sources(), self.query, low_rank=self._factors(stream), **self._options())
 
@@ -120,14 +142,14 @@ class DepthAttention(nn.Module):
     def compute_query(self, stream: DepthStream) -> Tensor:
         """The query for this read: (D,), (B, D) or (..., D) by `config.query`."""
         assert self.query is not None
-        if self.config.query == "static":
+        if self.kind == "static":
             return self.query
         if self.config.rank is not None:
             return self.query + F.linear(*self._factors(stream))
         assert self.query_proj is not None
         given = self._given(stream).to(self.query_proj.dtype)
-        given = F.rms_norm(given, (self.dim,), eps=self.config.key_eps)
-        return self.query + F.linear(given, self.query_proj * self.dim**-0.5)
+        given = F.rms_norm(given, (self.given,), eps=self.config.key_eps)
+        return self.query + F.linear(given, self.query_proj * self.given**-0.5)
 
     def _factors(self, stream: DepthStream) -> tuple[Tensor, Tensor]:
         """left (..., r) and right (D, r) of a low-rank query: query + left @ right.T."""
@@ -135,57 +157,55 @@ class DepthAttention(nn.Module):
         given = self._given(stream).to(self.query_down.dtype)
         # The norm after the projection, on r numbers: a normalised copy of the source would be kept for backward.
         norm = torch.linalg.vector_norm(given, dim=-1, keepdim=True, dtype=compute_dtype(given.dtype))
-        left = F.linear(given, self.query_down) * torch.rsqrt(norm.square() / self.dim + self.config.key_eps)
-        return left, self.query_up * (self.dim * self.config.rank) ** -0.5  # by both fan-ins
+        left = F.linear(given, self.query_down) * torch.rsqrt(norm.square() / self.given + self.config.key_eps)
+        return left, self.query_up * (self.given * self.config.rank) ** -0.5  # by both fan-ins
 
     def _given(self, stream: DepthStream) -> Tensor:
-        """What an input-dependent query is computed from: (B, D) for a condition, else a source (..., D)."""
+        """What an input-dependent query is computed from: (B, C) for a condition, else a source (..., D)."""
         if self.config.query == "condition":
-            if stream.condition is None:
-                raise ValueError(f"reader {self.name!r} has query='condition', but the stream carries no condition")
-            return stream.condition
+            parts = [stream.condition] if stream.condition is not None else []
+            if self.given_other and stream.other is not None:
+                parts.append(normalise(stream.other, self.config.key_eps))
+            width = sum(part.shape[-1] for part in parts)
+            if width != self.given:
+                raise ValueError(
+                    f"reader {self.name!r} has query='condition' of width {self.given}, but the stream carries "
+                    f"{f'one of width {width}' if width else 'no condition'}"
+                )
+            return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
         if self.config.query == "token" or self.opens_block or stream.partial is None:
             return stream.sources()[-1]
         return stream.blocks[-1]  # the newest source when the block was entered
 
     def _low_rank_is_small(self) -> bool:
         """Whether the query is few numbers, so that it need not be kept as two factors for backward."""
-        return self.config.rank is None or self.config.query == "condition"
+        return self.config.rank is None or self.kind in ("static", "condition")
 
     def _options(self) -> dict[str, Any]:
         config = self.config
         return {"eps": config.key_eps, "scale": config.scale, "form": config.form, "heads": config.heads}
 
 
-def begin_stream(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Forward pre-hook of the first block: the embedding becomes source 0 of a new stream."""
-    if args and isinstance(args[0], Tensor):
-        args = (DepthStream((args[0],)), *args[1:])
-    return args, kwargs
-
-
-def begin_stream_with_token_mean(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`begin_stream` for `query="condition"`: the condition of a ViT is the token mean of the embedding, (B, D)."""
-    if args and isinstance(args[0], Tensor):
-        embedding = args[0]
-        args = (DepthStream((embedding,), condition=embedding.flatten(1, -2).mean(1)), *args[1:])
-    return args, kwargs
+def normalise(vector: Tensor, eps: float) -> Tensor:
+    """A conditioning vector (..., C) with a mean square of one, so that none drowns another."""
+    return F.rms_norm(vector, vector.shape[-1:], eps=eps)
 
 
 def read_stream(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Forward pre-hook of a module inside a block: the stream argument becomes what `module.depth` reads."""
-    depth = module.depth
-    assert isinstance(depth, DepthAttention)
-    if not (args and isinstance(args[0], DepthStream)):
-        got = type(args[0]).__name__ if args else "no argument"
-        raise TypeError(
-            f"{depth.name!r} of an AttnRes model must be given a DepthStream, got {got}: the residual stream was lost "
-            "before this block. Start at the model's first block and pass on what each block returns, or detach the "
-            "model (attnres_vision.detach) to run its blocks on tensors"
-        )
-    if depth.opens_block:
-        args[0].seal()
-    return (_read(module, depth, args[0]), *args[1:]), kwargs
+    """Forward pre-hook of a module inside a block: a stream argument becomes what its reader on the module reads."""
+    for depth in readers_on(module):
+        stream = argument(args, kwargs, depth.position, depth.keyword)
+        if not isinstance(stream, DepthStream):
+            got = "no argument" if stream is None else type(stream).__name__
+            raise TypeError(
+                f"{depth.name!r} of an AttnRes model must be given a DepthStream, got {got}: the residual stream was "
+                "lost before this block. Start at the model's first block and pass on what each block returns, or "
+                "detach the model (attnres_vision.detach) to run its blocks on tensors"
+            )
+        if depth.opens_block:
+            stream.seal()
+        args, kwargs = replaced(args, kwargs, depth.position, depth.keyword, _read(module, depth, stream))
+    return args, kwargs
 
 
 def read_final(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -193,16 +213,35 @@ def read_final(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
     It leaves the open block open: `forward_intermediates(norm=True)` calls the final norm between the blocks.
     """
-    if args and isinstance(args[0], DepthStream):
-        depth = module.depth
-        assert isinstance(depth, DepthAttention)
-        check_gradients(args[0], depth)
-        return (_read(module, depth, args[0]), *args[1:]), kwargs
+    depth = module.depth
+    assert isinstance(depth, DepthAttention)
+    stream = argument(args, kwargs, depth.position, depth.keyword)
+    if isinstance(stream, DepthStream):
+        check_gradients(stream, depth)
+        return replaced(args, kwargs, depth.position, depth.keyword, _read(module, depth, stream))
     return None
 
 
+def readers_on(module: nn.Module) -> list[DepthAttention]:
+    """The readers on a module: `depth`, and `depth_<stream>` for a module that reads several streams."""
+    return [child for child in module._modules.values() if isinstance(child, DepthAttention)]
+
+
+def argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, keyword: str) -> Any:
+    """A module's argument, however it was given; None if it was not."""
+    return args[position] if len(args) > position else kwargs.get(keyword)
+
+
+def replaced(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, keyword: str, value: Any) -> Any:
+    """`args` and `kwargs` with another value for that argument."""
+    if len(args) > position:
+        return (*args[:position], value, *args[position + 1 :]), kwargs
+    return args, {**kwargs, keyword: value}
+
+
 def _read(module: nn.Module, depth: DepthAttention, stream: DepthStream) -> Tensor | LazyRead:
-    lazy = depth.query is not None and stream.channel_dim == -1 and may_be_lazy(module, depth)
+    plain = stream.channel_dim == -1 and stream.bounds is None and stream.cast is None
+    lazy = depth.query is not None and plain and may_be_lazy(module, depth)
     return depth.lazy(stream) if lazy else depth(stream)
 
 

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from attnres_vision.stream_part import StreamPart
+
 
 # A dataclass because FSDP2 finds the tensors of dataclasses, and a registered pytree node (below) for everything else.
 @dataclasses.dataclass(eq=False)
@@ -30,6 +32,10 @@ class DepthStream:
         sealed: a reader has opened the next block: the next output starts a new partial sum. The sources are the same
             before and after sealing, so a reader may seal a stream any number of times (recomputation does).
         channel_dim: where the width D is; -1 until `permute` moves it.
+        other: (B, D') token mean of the other stream's newest source, for models that have two and ask for it.
+        cast: the dtype that the host has cast its residual stream to; the sources stay in their own.
+        bounds: the host has clipped its residual stream to these: every read is clipped to them, as every source is.
+        part: what this stream is a slice of, None if of nothing.
     """
 
     blocks: tuple[Tensor, ...]
@@ -37,6 +43,10 @@ class DepthStream:
     condition: Tensor | None = None
     sealed: bool = False
     channel_dim: int = -1
+    other: Tensor | None = None
+    cast: torch.dtype | None = None
+    bounds: tuple[float, float] | None = None
+    part: StreamPart | None = None
 
     # Reading and writing ---------------------------------------------------------------------------------------------
 
@@ -55,13 +65,14 @@ class DepthStream:
             refuse(f"adding a {type(delta).__name__} to it")
         if delta.shape != self.shape:
             delta = delta.broadcast_to(self.shape)
+        part = None if self.part is None else self.part.written(self, delta)
         if self.partial is None:
-            return dataclasses.replace(self, partial=delta, sealed=False)
+            return dataclasses.replace(self, partial=delta, sealed=False, part=part)
         if self.sealed:
-            return dataclasses.replace(self, blocks=self.sources(), partial=delta, sealed=False)
+            return dataclasses.replace(self, blocks=self.sources(), partial=delta, sealed=False, part=part)
         # Sum in the dtype of the host's residual stream, which is that of the embedding: fp32 under autocast.
         partial = self.partial.to(torch.promote_types(self.partial.dtype, self.dtype))
-        return dataclasses.replace(self, partial=partial + delta)
+        return dataclasses.replace(self, partial=partial + delta, part=part)
 
     def __add__(self, delta: Tensor) -> DepthStream:
         return self.write(delta)
@@ -72,9 +83,11 @@ class DepthStream:
     def total(self) -> Tensor:
         """The ordinary residual stream, in its own dtype: the sum of all sources."""
         total, *rest = self.sources()
+        if self.cast is not None:
+            total = total.to(self.cast)
         for source in rest:
             total = total + source
-        return total
+        return total if self.bounds is None else total.clamp(*self.bounds)
 
     # What a host may ask of its residual tensor ----------------------------------------------------------------------
 
@@ -84,7 +97,7 @@ class DepthStream:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.blocks[0].dtype
+        return self.blocks[0].dtype if self.cast is None else self.cast
 
     @property
     def device(self) -> torch.device:
@@ -113,10 +126,22 @@ class DepthStream:
         channel_dim = self.channel_dim if channel_dim is None else channel_dim
         if blocks[0].ndim == 0 or blocks[0].shape[channel_dim] != self.shape[self.channel_dim]:
             refuse("indexing or reshaping its width")
-        return dataclasses.replace(self, blocks=blocks, partial=partial, channel_dim=channel_dim)
+        return dataclasses.replace(self, blocks=blocks, partial=partial, channel_dim=channel_dim, part=None)
 
     def __getitem__(self, index: Any) -> DepthStream:
-        return self.map(lambda source: source[index])
+        part = self.map(lambda source: source[index])
+        part.part = StreamPart.find(self, index)
+        return part
+
+    def __setitem__(self, index: Any, value: DepthStream) -> None:
+        """`stream[:, a:b] = stream[:, a:b] + delta`, which some hosts write for adding to some of the tokens."""
+        part = value.part if isinstance(value, DepthStream) else None
+        own = StreamPart.find(self, index)
+        if part is None or own is None or part.whole is not self or own.place() != part.place():
+            refuse("the operator [...] =, except with what was added to the same slice,")
+        if part.delta is not None:
+            written = self.write(part.padded_delta())
+            self.blocks, self.partial, self.sealed, self.part = written.blocks, written.partial, False, written.part
 
     def reshape(self, *shape: Any) -> DepthStream:
         return self.map(lambda source: source.reshape(*shape))
@@ -139,24 +164,63 @@ class DepthStream:
         return self  # the tensor that is read out of the stream is contiguous
 
     def to(self, *args: Any, **kwargs: Any) -> DepthStream:
-        return self.map(lambda source: source.to(*args, **kwargs))
+        dtypes = [value for value in (*args, kwargs.get("dtype")) if isinstance(value, torch.dtype)]
+        devices = [value for value in (*args, kwargs.get("device")) if isinstance(value, (str, int, torch.device))]
+        stream = self
+        for other in args:
+            if isinstance(other, (Tensor, DepthStream)):
+                dtypes, devices = [other.dtype], [other.device]
+        if devices and not isinstance(devices[0], bool):
+            moved = {"non_blocking": kwargs.get("non_blocking", False)}
+            stream = stream._with_vectors(lambda source: source.to(devices[0], **moved))
+        return stream.to_dtype(dtypes[0]) if dtypes else stream
+
+    def to_dtype(self, dtype: torch.dtype) -> DepthStream:
+        """The stream as one of another dtype: reads and sums change, the finished sources stay as they are."""
+        if dtype == self.dtype:
+            return self
+        if dtype != self.blocks[0].dtype:
+            return dataclasses.replace(self, cast=dtype)
+        partial = None if self.partial is None else self.partial.to(dtype)
+        return dataclasses.replace(self, partial=partial, cast=None)
+
+    def _with_vectors(self, function: Callable[[Tensor], Tensor]) -> DepthStream:
+        """`map` that also changes the stream's conditions."""
+        vectors = (self.condition, self.other)
+        condition, other = (None if vector is None else function(vector) for vector in vectors)
+        return dataclasses.replace(self.map(function), condition=condition, other=other)
 
     def float(self) -> DepthStream:
-        return self.map(lambda source: source.float())
+        return self.to_dtype(torch.float32)
 
-    def type_as(self, other: Tensor) -> DepthStream:
-        return self.map(lambda source: source.type_as(other))
+    def type_as(self, other: Tensor | DepthStream) -> DepthStream:
+        return self.to(other)
+
+    def clip(self, min: Any = None, max: Any = None) -> DepthStream:
+        """What hosts do against overflow in fp16. The sources are clipped, and so is every read of them.
+
+        A host clips the running sum once and goes on from there. The sum is not computed here, so where a host really
+        would clip, the model differs from it; it stays finite in the same way.
+        """
+        low, high = -float("inf") if min is None else min, float("inf") if max is None else max
+        clipped = self.map(lambda source: source.clamp(low, high))
+        return dataclasses.replace(clipped, bounds=(low, high))
+
+    clamp = clip
 
     @staticmethod
     def cat(parts: Sequence[Tensor | DepthStream], dim: int = 0) -> DepthStream:
         """Streams and tensors joined along a token dimension.
 
         A tensor among streams (a class token that joins late) is an embedding: it becomes part of source 0, and the
-        other sources are zero there.
+        other sources are zero there. All parts of one stream give that stream back, without a copy of its sources.
         """
         first = next(part for part in parts if isinstance(part, DepthStream))
         if dim % first.ndim == first.channel_dim % first.ndim:
             refuse("torch.cat along its width")
+        whole = StreamPart.join(parts, dim)
+        if whole is not None:
+            return whole
         streams = [part for part in parts if isinstance(part, DepthStream)]
         if any(
             len(part.blocks) != len(first.blocks) or (part.partial is None) != (first.partial is None)
@@ -171,7 +235,8 @@ class DepthStream:
         ]
         joined = tuple(torch.cat(rows, dim) for rows in zip(*columns, strict=True))
         blocks, partial = (joined, None) if first.partial is None else (joined[:-1], joined[-1])
-        return dataclasses.replace(first, blocks=blocks, partial=partial)
+        sealed = all(part.sealed for part in streams)
+        return dataclasses.replace(first, blocks=blocks, partial=partial, sealed=sealed, other=None, part=None)
 
     # Everything else is an error -------------------------------------------------------------------------------------
 
@@ -186,6 +251,8 @@ class DepthStream:
             return left.write(right) if isinstance(left, DepthStream) else right.write(left)
         if func in _CAT:
             return cls.cat(*args, **kwargs)
+        if func is Tensor.type_as and not isinstance(args[0], DepthStream):
+            return args[0].to(args[1].dtype)
         if func in _METHODS:
             return getattr(args[0], func.__name__)(*args[1:], **kwargs)
         if isinstance(func, torch._ops.HigherOrderOperator):  # torch.compile meets torch.utils.checkpoint
@@ -202,7 +269,7 @@ class DepthStream:
 
 _ADD = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__}
 _CAT = {torch.cat, torch.concat, torch.concatenate}
-_METHODS = {torch.reshape, torch.permute}
+_METHODS = {torch.reshape, torch.permute, torch.clip, torch.clamp}
 
 
 def _refusal(operation: str) -> str:
@@ -238,15 +305,23 @@ for _symbol, _names in {
     "<=": ("le",),
     ">": ("gt",),
     ">=": ("ge",),
-    "[...] =": ("setitem",),
 }.items():
     for _name in _names:
         setattr(DepthStream, f"__{_name}__", _refused_operator(_symbol))
 
 
+def _unflatten(children: Any, context: Any) -> DepthStream:
+    blocks, partial, condition, other, part = children
+    sealed, channel_dim, cast, bounds = context
+    return DepthStream(blocks, partial, condition, sealed, channel_dim, other, cast, bounds, part)
+
+
 pytree.register_pytree_node(
     DepthStream,
-    lambda stream: ([stream.blocks, stream.partial, stream.condition], (stream.sealed, stream.channel_dim)),
-    lambda children, context: DepthStream(*children, *context),
+    lambda stream: (
+        [stream.blocks, stream.partial, stream.condition, stream.other, stream.part],
+        (stream.sealed, stream.channel_dim, stream.cast, stream.bounds),
+    ),
+    _unflatten,
     serialized_type_name="attnres_vision.DepthStream",
 )

@@ -104,8 +104,6 @@ MAPPED = {
     "reshape-tuple": lambda x: x.reshape((2, 2, 3, 4)),
     "view": lambda x: x.view(12, 4),
     "torch.reshape": lambda x: torch.reshape(x, (2, 2, 3, 4)),
-    "to-dtype": lambda x: x.to(torch.float32).to(torch.float64),
-    "float": lambda x: x.float(),
     "contiguous": lambda x: x.contiguous(),
 }
 

@@ -1,0 +1,166 @@
+"""DiffusersHost: what the AttnRes classes of diffusers' transformers do beside their base class.
+
+A class is made from the base class at run time: its `__init__` has the arguments that the installed diffusers version
+gives the base class, and `attnres`, all of them registered config entries. No `forward` is touched.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from diffusers.configuration_utils import FrozenDict, register_to_config
+from torch import nn
+
+from attnres_vision.attach import attach
+from attnres_vision.begin import Begin, begin_streams
+from attnres_vision.config import AttnResConfig
+from attnres_vision.host import AttnResHost, stock_class
+from attnres_vision.reader import DepthAttention
+
+# These keep the outputs of attention modules, which are tensors. Other caches subtract residual streams.
+ATTENTION_CACHES = ("PyramidAttentionBroadcastConfig", "FasterCacheConfig", "TaylorSeerCacheConfig")
+
+
+class DiffusersHost(AttnResHost):
+    """Mixin of the AttnRes classes in `dit.models`."""
+
+    def attached(self) -> None:
+        self.register_to_config(attnres=self.attnres_config.to_dict())  # type: ignore[attr-defined]
+        if getattr(self, "gradient_checkpointing", False):
+            self._begin_outside_of_checkpoints()
+
+    def detaching(self) -> None:
+        config = {key: value for key, value in self.config.items() if key != "attnres"}  # type: ignore[attr-defined]
+        self._internal_dict = FrozenDict(config)
+        function = self.__dict__.get("_gradient_checkpointing_func")
+        if isinstance(function, CheckpointAfterBegin):
+            self._gradient_checkpointing_func = function.function
+
+    def enable_gradient_checkpointing(self, gradient_checkpointing_func: Callable | None = None) -> None:
+        """diffusers' own, except that the streams begin before the first checkpoint, whose recomputation has no box."""
+        super().enable_gradient_checkpointing(gradient_checkpointing_func)  # type: ignore[misc]
+        self._begin_outside_of_checkpoints()
+
+    def _begin_outside_of_checkpoints(self) -> None:
+        function = self.__dict__["_gradient_checkpointing_func"]
+        if not isinstance(function, CheckpointAfterBegin):
+            self._gradient_checkpointing_func = CheckpointAfterBegin(function)
+
+    @classmethod
+    def _load_pretrained_model(cls, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """diffusers' own, which leaves parameters that a (stock) checkpoint does not have on the meta device."""
+        model, missing, *rest = super()._load_pretrained_model(model, *args, **kwargs)  # type: ignore[misc]
+        made = materialise_depth(
+            model, missing, kwargs.get("device_map"), kwargs.get("dtype"), kwargs.get("keep_in_fp32_modules") or ()
+        )
+        return model, [name for name in missing if name not in made], *rest
+
+    @classmethod
+    def from_single_file(cls, *args: Any, attnres: Any = None, **kwargs: Any) -> Any:
+        """The base class's `from_single_file`, converted.
+
+        Raises:
+            NotImplementedError: the base class has none.
+        """
+        base: Any = stock_class(cls)
+        if not hasattr(base, "from_single_file"):
+            raise NotImplementedError(
+                f"{base.__name__} has no from_single_file: load it in another way and call dit.convert on it"
+            )
+        return attach(base.from_single_file(*args, **kwargs), AttnResConfig.resolve(attnres))
+
+
+class CachingHost(DiffusersHost):
+    """The mixin for base classes that have caches."""
+
+    def enable_cache(self, config: Any) -> None:
+        """diffusers' own.
+
+        Raises:
+            ValueError: a cache that does arithmetic on the residual streams.
+        """
+        if not any(cls.__name__ in ATTENTION_CACHES for cls in type(config).__mro__):
+            raise ValueError(
+                f"{type(config).__name__} cannot be used with {type(self).__name__}: a residual cache reuses the "
+                "difference of the residual streams before and behind the blocks, and in an AttnRes model the stream "
+                "is a list of sources that the last norm attends over. Use a cache of attention outputs: "
+                f"{', '.join(ATTENTION_CACHES)}"
+            )
+        super().enable_cache(config)  # type: ignore[misc]
+
+
+class CheckpointAfterBegin:
+    """A gradient checkpointing function that begins the streams of the first block before it checkpoints it."""
+
+    def __init__(self, function: Callable) -> None:
+        self.function = function
+
+    def __call__(self, block: Any, *args: Any, **kwargs: Any) -> Any:
+        if (
+            isinstance(getattr(block, "depth_begin", None), Begin)
+            and begin_streams in block._forward_pre_hooks.values()
+        ):
+            args, kwargs = begin_streams(block, args, kwargs)
+        return self.function(block, *args, **kwargs)
+
+
+@functools.cache
+def diffusers_host_class(base: Any) -> Any:
+    """`dit.models.AttnRes<base>`: the AttnRes class of a diffusers transformer class."""
+    base_init = inspect.unwrap(base.__init__)
+
+    def __init__(self: Any, *args: Any, attnres: Any = None, **kwargs: Any) -> None:
+        base_init(self, *args, **kwargs)
+        attach(self, AttnResConfig.resolve(attnres))
+
+    signature = inspect.signature(base_init)
+    attnres = inspect.Parameter("attnres", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="dict | None")
+    __init__.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[*signature.parameters.values(), attnres]
+    )
+    mixin = CachingHost if hasattr(base, "enable_cache") else DiffusersHost
+    name = f"AttnRes{base.__name__}"
+    doc = f"`{base.__name__}` with Attention Residuals: its arguments, and `attnres`, an `AttnResConfig` as a dict."
+    members = {"__init__": register_to_config(__init__), "__module__": "dit.models", "__doc__": doc}
+    made = type(name, (mixin, base), members)
+    if "dit.models" in sys.modules:  # pipelines look the class up there
+        setattr(sys.modules["dit.models"], name, made)
+    return made
+
+
+DiffusersHost.make_class = staticmethod(diffusers_host_class)
+
+
+def materialise_depth(model: nn.Module, missing: list[str], device_map: Any, dtype: Any, keep_in_fp32: Any) -> set[str]:
+    """Give the depth parameters in `missing` their first values; returns their names.
+
+    They go to the device that the `device_map` has for the module they sit on, in the dtype of the checkpoint.
+    """
+    made = set()
+    for path, reader in [item for item in model.named_modules() if isinstance(item[1], DepthAttention)]:
+        for name, parameter in list(reader.named_parameters()):
+            full = f"{path}.{name}"
+            if full not in missing:
+                continue
+            kept = any(part in keep_in_fp32 for part in full.split("."))
+            wanted = torch.float32 if kept else dtype if isinstance(dtype, torch.dtype) else parameter.dtype
+            device = _device(full, device_map) if parameter.is_meta else parameter.device
+            value = torch.empty(parameter.shape, device=device, dtype=wanted)
+            reader.register_parameter(name, nn.Parameter(value, requires_grad=parameter.requires_grad))
+            reader.reset_parameters(name)
+            made.add(full)
+    return made
+
+
+def _device(name: str, device_map: Any) -> Any:
+    """The device of a parameter in a device map; "cpu" for those that are offloaded."""
+    if not isinstance(device_map, dict):
+        return device_map if device_map not in (None, "auto") else "cpu"
+    prefixes = [key for key in device_map if not key or name == key or name.startswith(f"{key}.")]
+    device = device_map[max(prefixes, key=len)] if prefixes else "cpu"
+    return "cpu" if device == "disk" else device
