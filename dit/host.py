@@ -52,13 +52,21 @@ class DiffusersHost(AttnResHost):
             self._gradient_checkpointing_func = CheckpointAfterBegin(function)
 
     @classmethod
-    def _load_pretrained_model(cls, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """diffusers' own, which leaves parameters that a (stock) checkpoint does not have on the meta device."""
-        model, missing, *rest = super()._load_pretrained_model(model, *args, **kwargs)  # type: ignore[misc]
-        made = materialise_depth(
+    def _load_pretrained_model(
+        cls, model: nn.Module, state_dict: Any, files: Any, name: Any, loaded_keys: list[str], **kwargs: Any
+    ) -> Any:
+        """diffusers' own, which leaves parameters that a stock checkpoint does not have on the meta device."""
+        depth = depth_parameter_names(model)
+        missing = [key for key in depth if key not in loaded_keys]
+        if len(missing) == len(depth):  # a stock checkpoint: they are meant to be missing, and diffusers would warn
+            loaded_keys = [*loaded_keys, *missing]
+        model, still_missing, *rest = super()._load_pretrained_model(  # type: ignore[misc]
+            model, state_dict, files, name, loaded_keys, **kwargs
+        )
+        materialise_depth(
             model, missing, kwargs.get("device_map"), kwargs.get("dtype"), kwargs.get("keep_in_fp32_modules") or ()
         )
-        return model, [name for name in missing if name not in made], *rest
+        return model, [key for key in still_missing if key not in missing], *rest
 
     @classmethod
     def from_single_file(cls, *args: Any, attnres: Any = None, **kwargs: Any) -> Any:
@@ -136,25 +144,28 @@ def diffusers_host_class(base: Any) -> Any:
 DiffusersHost.make_class = staticmethod(diffusers_host_class)
 
 
-def materialise_depth(model: nn.Module, missing: list[str], device_map: Any, dtype: Any, keep_in_fp32: Any) -> set[str]:
-    """Give the depth parameters in `missing` their first values; returns their names.
+def depth_parameter_names(model: nn.Module) -> list[str]:
+    """The names of the depth parameters of a model."""
+    readers = [(path, module) for path, module in model.named_modules() if isinstance(module, DepthAttention)]
+    return [f"{path}.{name}" for path, reader in readers for name, _ in reader.named_parameters()]
+
+
+def materialise_depth(model: nn.Module, names: list[str], device_map: Any, dtype: Any, keep_in_fp32: Any) -> None:
+    """Give the depth parameters in `names` their first values.
 
     They go to the device that the `device_map` has for the module they sit on, in the dtype of the checkpoint.
     """
-    made = set()
-    for path, reader in [item for item in model.named_modules() if isinstance(item[1], DepthAttention)]:
-        for name, parameter in list(reader.named_parameters()):
-            full = f"{path}.{name}"
-            if full not in missing:
-                continue
-            kept = any(part in keep_in_fp32 for part in full.split("."))
-            wanted = torch.float32 if kept else dtype if isinstance(dtype, torch.dtype) else parameter.dtype
-            device = _device(full, device_map) if parameter.is_meta else parameter.device
-            value = torch.empty(parameter.shape, device=device, dtype=wanted)
-            reader.register_parameter(name, nn.Parameter(value, requires_grad=parameter.requires_grad))
-            reader.reset_parameters(name)
-            made.add(full)
-    return made
+    for full in names:
+        path, _, name = full.rpartition(".")
+        reader = model.get_submodule(path)
+        assert isinstance(reader, DepthAttention)
+        parameter = reader.get_parameter(name)
+        kept = any(part in keep_in_fp32 for part in full.split("."))
+        wanted = torch.float32 if kept else dtype if isinstance(dtype, torch.dtype) else parameter.dtype
+        device = _device(full, device_map) if parameter.is_meta else parameter.device
+        value = torch.empty(parameter.shape, device=device, dtype=wanted)
+        reader.register_parameter(name, nn.Parameter(value, requires_grad=parameter.requires_grad))
+        reader.reset_parameters(name)
 
 
 def _device(name: str, device_map: Any) -> Any:
