@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnres_vision.ops import eager
-from attnres_vision.ops.analytic import autocast_enabled
+from attnres_vision.ops.reference import autocast_enabled, promoted_dtype
 
 
 class LazyRead:
@@ -47,6 +47,11 @@ class LazyRead:
         assert isinstance(normed, Tensor)
         return normed
 
+    # What adaLN modules ask of their input before they norm it
+    dtype = property(lambda self: promoted_dtype(self._sources))
+    device = property(lambda self: self._sources[0].device)
+    shape = property(lambda self: self._sources[0].shape)
+
     @classmethod
     def __torch_function__(
         cls, func: Callable, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -68,18 +73,20 @@ class LazyRead:
 
 # These hand their argument to F.layer_norm and do nothing else with it; a subclass of one's own may do anything.
 _FORWARDS = (nn.LayerNorm.forward, timm.layers.LayerNorm.forward)
+# Forwards of modules that only hand their first argument to a LayerNorm of theirs, and its name: adaLN modules (dit).
+WRAPPERS: dict[Callable, str] = {}
 
 
 def may_be_lazy(module: nn.Module, reader: nn.Module) -> bool:
     """Whether `module` can be given a LazyRead: a LayerNorm in eager mode, and no hook but ours looks at the read."""
-    watched = (
-        len(module._forward_pre_hooks) > 1
-        or module._forward_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or reader._forward_hooks
-        or reader._forward_pre_hooks
-        or reader._backward_hooks
-        or reader._backward_pre_hooks
-    )
-    return type(module).forward in _FORWARDS and not watched and not torch.compiler.is_compiling()
+    if torch.compiler.is_compiling() or len(module._forward_pre_hooks) > 1 or not _is_plain(module, pre_hooks=False):
+        return False
+    wrapped = WRAPPERS.get(type(module).forward)
+    norm = module if wrapped is None else getattr(module, wrapped)
+    return type(norm).forward in _FORWARDS and _is_plain(reader) and (norm is module or _is_plain(norm))
+
+
+def _is_plain(module: nn.Module, pre_hooks: bool = True) -> bool:
+    """No hooks, and no forward of its own, which is how accelerate's and diffusers' hooks work."""
+    hooks = module._forward_hooks or module._backward_hooks or module._backward_pre_hooks
+    return not hooks and "forward" not in vars(module) and not (pre_hooks and module._forward_pre_hooks)

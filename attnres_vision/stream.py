@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from attnres_vision.ops.collect import collect
 from attnres_vision.stream_part import StreamPart
 
 
@@ -69,7 +70,8 @@ class DepthStream:
         if self.partial is None:
             return dataclasses.replace(self, partial=delta, sealed=False, part=part)
         if self.sealed:
-            return dataclasses.replace(self, blocks=self.sources(), partial=delta, sealed=False, part=part)
+            blocks = (*self.blocks, collect(self.partial))  # from now on many layers read it
+            return dataclasses.replace(self, blocks=blocks, partial=delta, sealed=False, part=part)
         # Sum in the dtype of the host's residual stream, which is that of the embedding: fp32 under autocast.
         partial = self.partial.to(torch.promote_types(self.partial.dtype, self.dtype))
         return dataclasses.replace(self, partial=partial + delta, part=part)
@@ -280,6 +282,12 @@ def _refusal(operation: str) -> str:
     )
 
 
+_SUBTRACTION = (
+    "the operator - (diffusers' residual caches, such as FirstBlockCache, do this, and cannot be used: "
+    "PyramidAttentionBroadcastConfig, FasterCacheConfig and TaylorSeerCacheConfig cache attention outputs instead)"
+)
+
+
 def refuse(operation: str) -> NoReturn:
     """Raise the TypeError for an operation that a stream does not know."""
     raise TypeError(_refusal(operation))
@@ -287,7 +295,7 @@ def refuse(operation: str) -> NoReturn:
 
 def _refused_operator(symbol: str) -> Callable[..., NoReturn]:
     def operator(stream: DepthStream, *operands: Any) -> NoReturn:
-        refuse(f"the operator {symbol}")
+        refuse(_SUBTRACTION if symbol == "-" else f"the operator {symbol}")
 
     return operator
 

@@ -15,14 +15,13 @@ head (a, s, r): h itself can be had again from `mix`.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnres_vision.ops.reference import compute_dtype, promoted_dtype
+from attnres_vision.ops.collect import SourceGradient
+from attnres_vision.ops.reference import compute_dtype, no_autocast, promoted_dtype
 
 
 def read_forward(
@@ -68,11 +67,11 @@ def mix(sources: Sequence[Tensor], weights: Tensor, factor: float) -> Tensor:
 
 
 def _mix_into(out: Tensor, values: list[Tensor], weights: Tensor, factor: float) -> None:
-    by_head = (weights.shape[-1], -1)
-    mixed = out.unflatten(-1, by_head)
+    heads = weights.shape[-1]
+    mixed = _by_head(out, heads)
     # Backwards: the last source is still in the cache.
-    for i, weight in reversed(list(enumerate((weights * factor).unsqueeze(-1).unbind(0)))):
-        value = values[i].to(out.dtype).unflatten(-1, by_head)
+    for i, weight in reversed(list(enumerate(_per_head(weights * factor).unbind(0)))):
+        value = _by_head(values[i].to(out.dtype), heads)
         if i == len(values) - 1:
             torch.mul(value, weight, out=mixed)
         else:
@@ -90,20 +89,25 @@ def read_backward(
     scale: float,
     factor: float,
     needs_grad: Sequence[bool],
+    gradients: Sequence[SourceGradient | None],
 ) -> list[Tensor | None]:
-    """Gradients of the sources and then of the query, None where `needs_grad` has no mark."""
+    """Gradients of the sources and then of the query, None where `needs_grad` has no mark.
+
+    The gradient of a source with an entry in `gradients` is added there, and None in the result.
+    """
     dtype, heads, num_sources = weights.dtype, weights.shape[-1], len(sources)
+    if grad_out is None:  # only the weights have a gradient: rare, and not worth a case of its own there
+        gradients = [None] * num_sources
     values = [_rows(source) for source in sources]
     num_samples, num_tokens, width = values[0].shape
     rows, shared = _query_rows(query, sources[0].shape, dtype)
-    by_head = (heads, width // heads)
     stats = (num_sources, num_samples, num_tokens)
     weights, scores, inv_rms = weights.view(*stats, heads), scores.view(*stats, heads), inv_rms.view(*stats, 1)
 
     grads = {
         i: torch.empty_like(sources[i], memory_format=torch.contiguous_format)
         for i in range(num_sources)
-        if needs_grad[i]
+        if needs_grad[i] and gradients[i] is None
     }
     first = grads.get(min(grads, default=-1))
     # The gradient that is written last holds the products until then: a fresh buffer costs page faults.
@@ -122,18 +126,29 @@ def read_backward(
         grad_scores = weights * (products - (weights * products).sum(0))
         norm_term = (grad_scores * scores).sum(-1, keepdim=True).mul_(inv_rms.square()).div_(-width)
         query_term = (grad_scores * inv_rms).mul_(scale)
-        value_term = weights * factor
-        for i in reversed(range(num_sources)):
+        value_terms, query_terms = _per_head(weights * factor), _per_head(query_term)
+        upstream = None if grad_out is None else _by_head(grad_out, heads)
+        rows_by_head = _by_head(rows, heads)
+        # The gradients that are returned come last: one of them is the scratch until then.
+        for i in sorted(range(num_sources), key=lambda i: (i in grads, -i)):
             value = values[i].to(dtype)
             if grad_query is not None:
                 _add_query_grad(grad_query, value, query_term[i], shared, scratch)
-            if i in grads:
+            gradient = gradients[i]
+            norm_factor = norm_term[i]
+            if gradient is not None and upstream is not None:
+                total = gradient.add(upstream, value_terms[i], norm_factor)
+                if shared and heads == 1:
+                    gradient.add_query(query_term[i], rows)
+                else:
+                    total.addcmul_(rows_by_head, query_terms[i])
+            elif i in grads:
                 result = _rows(grads[i])
-                target = (result if result.dtype == dtype else scratch).unflatten(-1, by_head)
-                torch.mul(rows.unflatten(-1, by_head), query_term[i].unsqueeze(-1), out=target)
-                if grad_out is not None:
-                    target.addcmul_(grad_out.unflatten(-1, by_head), value_term[i].unsqueeze(-1))
-                target.addcmul_(value.unflatten(-1, by_head), norm_term[i].unsqueeze(-1))
+                target = _by_head(result if result.dtype == dtype else scratch, heads)
+                torch.mul(rows_by_head, query_terms[i], out=target)
+                if upstream is not None:
+                    target.addcmul_(upstream, value_terms[i])
+                target.addcmul_(_by_head(value, heads), norm_factor if heads == 1 else norm_factor.unsqueeze(-1))
                 if result.dtype != dtype:
                     result.copy_(scratch)
     query_grad = None if grad_query is None else grad_query.reshape(query.shape).to(query.dtype)
@@ -143,14 +158,13 @@ def read_backward(
 def _add_query_grad(grad_query: Tensor, value: Tensor, query_term: Tensor, shared: bool, scratch: Tensor) -> None:
     """grad_query += query_term * value, summed over what the query is shared by; `scratch` is overwritten."""
     heads = query_term.shape[-1]
-    value_by_head = value.unflatten(-1, (heads, -1))
     if not shared:
-        grad_query.unflatten(-1, (heads, -1)).addcmul_(value_by_head, query_term.unsqueeze(-1))
+        _by_head(grad_query, heads).addcmul_(_by_head(value, heads), _per_head(query_term))
         return
     if heads == 1 and _exact_bmm(value.device):
         summed = torch.bmm(query_term.transpose(1, 2), value)
     else:
-        torch.mul(value_by_head, query_term.unsqueeze(-1), out=scratch.unflatten(-1, (heads, -1)))
+        torch.mul(_by_head(value, heads), _per_head(query_term), out=_by_head(scratch, heads))
         summed = scratch.sum(1, keepdim=True)
     grad_query.add_(summed if grad_query.shape[0] == summed.shape[0] else summed.sum(0))
 
@@ -161,6 +175,16 @@ def _rows(tensor: Tensor) -> Tensor:
     if rows.shape[0] == 1 and rows.shape[1] % 2 == 0:
         rows = rows.unflatten(1, (2, -1)).squeeze(0)
     return rows
+
+
+def _by_head(rows: Tensor, heads: int) -> Tensor:
+    """(..., D) as (..., heads, D / heads); as it is with one head, where every view would only cost time."""
+    return rows if heads == 1 else rows.unflatten(-1, (heads, -1))
+
+
+def _per_head(terms: Tensor) -> Tensor:
+    """(..., heads) as a factor for `_by_head`."""
+    return terms if terms.shape[-1] == 1 else terms.unsqueeze(-1)
 
 
 def _query_rows(query: Tensor, shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, bool]:
@@ -174,20 +198,10 @@ def _query_rows(query: Tensor, shape: torch.Size, dtype: torch.dtype) -> tuple[T
 def _row_dot(left: Tensor, right: Tensor, *, scratch: Tensor, result: Tensor) -> None:
     """result[..., h] = the dot product of slice h of every row; `scratch` is overwritten."""
     torch.mul(left, right, out=scratch)
-    torch.sum(scratch.unflatten(-1, (result.shape[-1], -1)), -1, out=result)
+    heads = result.shape[-1]
+    torch.sum(_by_head(scratch, heads), -1, keepdim=heads == 1, out=result)
 
 
 def _exact_bmm(device: torch.device) -> bool:
     """Whether a matrix product stays in full fp32. On a GPU, and if the user asks for less, it may not."""
     return device.type == "cpu" and torch.get_float32_matmul_precision() == "highest"
-
-
-def no_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
-    """Scores stay in fp32 under autocast too; entering a disabled autocast costs microseconds, so only if needed."""
-    enabled = autocast_enabled(device_type)
-    return torch.autocast(device_type, enabled=False) if enabled else contextlib.nullcontext()
-
-
-def autocast_enabled(device_type: str) -> bool:
-    """Whether autocast is on for a kind of device; the meta device has none, and torch raises if it is asked."""
-    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)

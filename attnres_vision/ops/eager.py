@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from attnres_vision.ops.analytic import mix, no_autocast, read_backward, read_forward
-from attnres_vision.ops.reference import compute_dtype, promoted_dtype
+from attnres_vision.ops.analytic import mix, read_backward, read_forward
+from attnres_vision.ops.collect import SourceGradient, gradient_of
+from attnres_vision.ops.reference import compute_dtype, no_autocast, promoted_dtype
 
 # Floating-point operations per element of a source. Forward: score, norm and sum, a multiply and an add each. Backward:
 # one dot product, the three terms of dv, and dq.
@@ -49,7 +50,12 @@ def depth_attention(
     factor = float(len(sources)) if form == "sum" else 1.0
     left, right = low_rank or (None, None)
     weight, bias, norm_eps = layer_norm or (None, None, None)
-    out, weights, *_ = forward_op(list(sources), query, left, right, weight, bias, norm_eps, eps, scale, factor, heads)
+    arguments = (left, right, weight, bias, norm_eps, eps, scale, factor, heads)
+    gradients = [gradient_of(source) for source in sources] if torch.is_grad_enabled() else []
+    if any(gradient is not None for gradient in gradients):
+        out, weights = _CollectingRead.apply(gradients, query, *arguments, *sources)
+    else:
+        out, weights, *_ = forward_op(list(sources), query, *arguments)
     return (out, weights) if return_weights else out
 
 
@@ -97,6 +103,27 @@ def backward_op(
     needs_grad: list[bool],
 ) -> list[Tensor]:
     """Gradients of (*sources, query, left, right, norm_weight, norm_bias), those that `needs_grad` marks."""
+    small = (query, left, right, norm_weight, norm_bias)
+    saved = (weights, scores, inv_rms, mean, rstd)
+    grads = _gradients(grad_out, grad_weights, sources, small, saved, scale, factor, needs_grad, [None] * len(sources))
+    return [grad for grad, needed in zip(grads, needs_grad, strict=True) if needed and grad is not None]
+
+
+def _gradients(
+    grad_out: Tensor | None,
+    grad_weights: Tensor | None,
+    sources: Sequence[Tensor],
+    small: Sequence[Tensor | None],
+    saved: Sequence[Tensor],
+    scale: float,
+    factor: float,
+    needs_grad: Sequence[bool],
+    gradients: Sequence[SourceGradient | None],
+) -> list[Tensor | None]:
+    """The gradient of every input; None where there is none, or where it went to `gradients` (see collect.py)."""
+    query, left, right, norm_weight, norm_bias = small
+    weights, scores, inv_rms, mean, rstd = saved
+    assert query is not None
     *needs_read, needs_left, needs_right, needs_weight, needs_bias = needs_grad
     norm_grads: list[Tensor | None] = [None, None]
     if mean.numel() and grad_out is not None:
@@ -109,7 +136,7 @@ def backward_op(
     if left is not None:
         needs_read[-1] = needs_read[-1] or needs_left or needs_right
     *source_grads, query_grad = read_backward(
-        grad_out, grad_weights, sources, token_query, weights, scores, inv_rms, scale, factor, needs_read
+        grad_out, grad_weights, sources, token_query, weights, scores, inv_rms, scale, factor, needs_read, gradients
     )
     low_rank_grads: list[Tensor | None] = [None, None]
     if left is not None and right is not None and query_grad is not None:
@@ -120,8 +147,7 @@ def backward_op(
                 (rows.T @ left.flatten(0, -2).to(rows.dtype)).to(right.dtype),
             ]
             query_grad = rows.sum(0).to(query.dtype)
-    grads = [*source_grads, query_grad, *low_rank_grads, *norm_grads]
-    return [grad for grad, needed in zip(grads, needs_grad, strict=True) if needed and grad is not None]
+    return [*source_grads, query_grad, *low_rank_grads, *norm_grads]
 
 
 def _token_query(query: Tensor, left: Tensor | None, right: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -212,6 +238,34 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_weights: Tensor | None, *_
 
 
 forward_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+class _CollectingRead(torch.autograd.Function):
+    """The operator for sources whose gradients are added up in place, which no operator's schema can say."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[SourceGradient | None], query: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
+        small, (norm_eps, eps, scale, factor, heads), sources = inputs[:4], inputs[4:9], list(inputs[9:])
+        out, weights, *saved = forward_op(sources, query, *small, norm_eps, eps, scale, factor, heads)
+        ctx.gradients, ctx.scale, ctx.factor = gradients, scale, factor
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*sources, query, *small, weights, *saved)
+        return out, weights
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        *inputs, weights, scores, inv_rms, mean, rstd = ctx.saved_tensors
+        sources, small, saved = inputs[:-5], inputs[-5:], (weights, scores, inv_rms, mean, rstd)
+        _, needs_query, *marks = ctx.needs_input_grad
+        needs_grad = [*marks[9:], needs_query, *marks[:4]]
+        if grads[0] is None and grads[1] is None:
+            return (None,) * len(ctx.needs_input_grad)
+        grad_out, grad_weights = grads
+        found = _gradients(
+            grad_out, grad_weights, sources, small, saved, ctx.scale, ctx.factor, needs_grad, ctx.gradients
+        )
+        *source_grads, query_grad, left, right, weight, bias = found
+        return None, query_grad, left, right, weight, bias, None, None, None, None, None, *source_grads
 
 
 @register_flop_formula(torch.ops.attnres_vision.depth_attention)

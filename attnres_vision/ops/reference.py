@@ -9,7 +9,9 @@ Plain PyTorch in fp32 (fp64 where a source is fp64), differentiable by autograd.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,3 +58,14 @@ def promoted_dtype(sources: Sequence[Tensor]) -> torch.dtype:
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of scores, softmax and sum: fp32, or fp64 for fp64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def no_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
+    """Scores stay in fp32 under autocast too; entering a disabled autocast costs microseconds, so only if needed."""
+    enabled = autocast_enabled(device_type)
+    return torch.autocast(device_type, enabled=False) if enabled else contextlib.nullcontext()
+
+
+def autocast_enabled(device_type: str) -> bool:
+    """Whether autocast is on for a kind of device; the meta device has none, and torch raises if it is asked."""
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)

@@ -1,0 +1,110 @@
+"""Source gradients that the readers of a source add up in place.
+
+A finished block is read by every layer behind it. Left to autograd, each of these reads writes a gradient of the whole
+source and autograd adds them up. Here the source enters the stream through an identity node with a `SourceGradient`;
+a reader's backward adds its term `f a_i dh` there, in place and in fp32, and leaves per-token factors of the two terms
+that can wait (the query's and the key norm's), which are applied once per source when the identity node runs. Autograd
+runs it after all readers, whatever the graph, since every reader still has its edge to it.
+
+What autograd sees is the same gradient. Only a hook or `retain_grad` on the collected tensor itself would see less: put
+it on the tensor before `collect`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnres_vision.ops.reference import no_autocast
+
+
+class SourceGradient:
+    """The sum of what the readers of one source have contributed in the running backward pass."""
+
+    def __init__(self) -> None:
+        self._task = -1
+        self._clear()
+
+    def _clear(self) -> None:
+        self._direct: Tensor | None = None
+        self._norm: Tensor | None = None
+        self._query_terms: list[Tensor] = []
+        self._queries: list[Tensor] = []
+
+    def add(self, upstream: Tensor, upstream_term: Tensor, norm_term: Tensor) -> Tensor:
+        """Add `upstream * upstream_term` now and `norm_term` times the source later. Returns the sum, to add more to.
+
+        Args:
+            upstream: gradient of the read, (B, T, D), or (B, T, heads, D / heads).
+            upstream_term: its factor for every token and head, one dimension of size 1 at the end.
+            norm_term: (B, T, 1) factor of the source itself.
+        """
+        task = torch._C._current_graph_task_id()
+        if task != self._task:  # what a backward pass for other inputs, or one that failed, has left behind
+            self._clear()
+            self._task = task
+        if self._direct is None or self._norm is None:
+            self._direct, self._norm = upstream * upstream_term, norm_term.clone()
+        else:
+            self._direct.addcmul_(upstream, upstream_term)
+            self._norm.add_(norm_term)
+        return self._direct
+
+    def add_query(self, query_term: Tensor, query: Tensor) -> None:
+        """Add `query_term @ query` later: (B, T, 1) factors of a query (1 or B, 1, D)."""
+        self._query_terms.append(query_term)
+        self._queries.append(query)
+
+    def take(self, source: Tensor) -> Tensor | None:
+        """The gradient, in the shape and dtype of the source; None if no reader has run in this backward pass."""
+        norm, total = self._norm, self._direct
+        if norm is None or total is None or self._task != torch._C._current_graph_task_id():
+            return None
+        total = total.view(*norm.shape[:-1], source.shape[-1])
+        total.addcmul_(source.reshape(total.shape).to(total.dtype), norm)
+        if self._queries:
+            terms, queries = torch.cat(self._query_terms, -1), torch.cat(self._queries, 1)
+            if queries.shape[0] == 1:
+                total.flatten(0, 1).addmm_(terms.flatten(0, 1), queries[0])
+            else:
+                total.baddbmm_(terms, queries)
+        self._clear()
+        return total.view(source.shape).to(source.dtype)
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, gradient: SourceGradient) -> Tensor:
+        ctx.gradient = gradient
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(source)
+        return source.view_as(source)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
+        (source,) = ctx.saved_tensors
+        (grad,) = grads
+        with no_autocast(source.device.type):
+            total = ctx.gradient.take(source)
+        if total is not None:
+            grad = total if grad is None else total.add_(grad)
+        return grad, None
+
+
+def collect(source: Tensor) -> Tensor:
+    """The source, set up to collect what its readers add to its gradient; as it is where autograd is not in use."""
+    if not source.requires_grad or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return source
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # torch.func needs its own kind of Function
+        return source
+    gradient = SourceGradient()
+    collected = _Collect.apply(source, gradient)
+    collected.source_gradient = gradient
+    return collected
+
+
+def gradient_of(source: Tensor) -> SourceGradient | None:
+    """Where readers add up the gradient of a source; None for a tensor that did not come from `collect`."""
+    return getattr(source, "source_gradient", None)
