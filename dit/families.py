@@ -12,7 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from attnres_vision.families import BLOCKS, JOINT, MODELS, ConditionSource, Family, StreamArgument, Sublayers
-from dit.host import diffusers_host_class
+from attnres_vision.lazy import WRAPPERS
+from dit.host import diffusers_class, diffusers_host_class
 
 IMAGE = StreamArgument("image", 0, "hidden_states")
 TEXT = StreamArgument("text", 1, "encoder_hidden_states")
@@ -61,6 +62,22 @@ _BLOCKS: dict[str, dict[str, Sublayers]] = {
     "transformers.transformer_wan.WanTransformerBlock": {"image": ("norm1", "norm2", "norm3")},
 }
 BLOCKS.update({f"diffusers.models.{_name}": _readers for _name, _readers in _BLOCKS.items()})
+
+# adaLN modules that do nothing with their input but norm it: read and LayerNorm are then one operation.
+for _name in (
+    "normalization.AdaLayerNormZero",
+    "normalization.AdaLayerNormZeroSingle",
+    "normalization.SD35AdaLayerNormZeroX",
+    "normalization.AdaLayerNormContinuous",
+    "transformers.transformer_chroma.ChromaAdaLayerNormZeroPruned",
+    "transformers.transformer_chroma.ChromaAdaLayerNormZeroSinglePruned",
+    "transformers.transformer_chroma.ChromaAdaLayerNormContinuousPruned",
+    "transformers.transformer_hunyuan_video.HunyuanVideoTokenReplaceAdaLayerNormZero",
+    "transformers.transformer_hunyuan_video.HunyuanVideoTokenReplaceAdaLayerNormZeroSingle",
+):
+    _class = diffusers_class(f"diffusers.models.{_name}")
+    if _class is not None:
+        WRAPPERS[_class.forward] = "norm"
 
 
 def inner_width(model: Any, stream: str) -> int:

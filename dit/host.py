@@ -7,15 +7,17 @@ gives the base class, and `attnres`, all of them registered config entries. No `
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from diffusers.configuration_utils import FrozenDict, register_to_config
 from torch import nn
 
+from attnres_vision import families
 from attnres_vision.attach import attach
 from attnres_vision.begin import Begin, begin_streams
 from attnres_vision.config import AttnResConfig
@@ -31,12 +33,18 @@ class DiffusersHost(AttnResHost):
 
     def attached(self) -> None:
         self.register_to_config(attnres=self.attnres_config.to_dict())  # type: ignore[attr-defined]
+        if not getattr(
+            self, "_repeated_blocks", None
+        ):  # some classes of diffusers name none for compile_repeated_blocks
+            blocks = families.blocks_of(cast(nn.Module, self)).values()
+            self._repeated_blocks = sorted({type(block).__name__ for block in blocks})
         if getattr(self, "gradient_checkpointing", False):
             self._begin_outside_of_checkpoints()
 
     def detaching(self) -> None:
         config = {key: value for key, value in self.config.items() if key != "attnres"}  # type: ignore[attr-defined]
         self._internal_dict = FrozenDict(config)
+        self.__dict__.pop("_repeated_blocks", None)
         function = self.__dict__.get("_gradient_checkpointing_func")
         if isinstance(function, CheckpointAfterBegin):
             self._gradient_checkpointing_func = function.function
@@ -115,6 +123,15 @@ class CheckpointAfterBegin:
         ):
             args, kwargs = begin_streams(block, args, kwargs)
         return self.function(block, *args, **kwargs)
+
+
+def diffusers_class(path: str) -> Any:
+    """A class of diffusers by its path, None if the installed version does not have it."""
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError):
+        return None
 
 
 @functools.cache

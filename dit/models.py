@@ -8,21 +8,15 @@ foreign class, for the name `ModelMixin` in it, and that it has been imported (`
 
 from __future__ import annotations
 
-import importlib
-
 from diffusers import ModelMixin as ModelMixin
 
 from attnres_vision.families import MODELS
-from dit.families import diffusers_host_class
+from dit.families import diffusers_class, diffusers_host_class
 
 __all__ = []
 
 for _path in MODELS:
-    if _path.startswith("diffusers."):
-        _module, _, _name = _path.rpartition(".")
-        try:
-            _base = getattr(importlib.import_module(_module), _name)
-        except (ImportError, AttributeError):  # a model that the installed diffusers does not have
-            continue
-        globals()[f"AttnRes{_name}"] = diffusers_host_class(_base)
-        __all__ += [f"AttnRes{_name}"]
+    _base = diffusers_class(_path) if _path.startswith("diffusers.") else None
+    if _base is not None:
+        globals()[f"AttnRes{_base.__name__}"] = diffusers_host_class(_base)
+        __all__ += [f"AttnRes{_base.__name__}"]
