@@ -120,8 +120,8 @@ def detach(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: the model is not attached.
     """
-    hosts = [host for _, host in _hosts(model)]
-    if not hosts:
+    attached = [host for _, host in hosts(model)]
+    if not attached:
         raise ValueError(f"model must be attached (attnres_vision.attach), got a plain {type(model).__name__}")
     if any(not _is_standard_residual(reader) for reader in readers(model).values()):
         warnings.warn(
@@ -135,7 +135,7 @@ def detach(model: nn.Module) -> nn.Module:
             del module.__dict__["depth"]
         for attribute in [name for name, child in module._modules.items() if isinstance(child, DepthAttention)]:
             delattr(module, attribute)
-    for host in hosts:
+    for host in attached:
         host.detaching()
         del host.attnres_config
         host.__class__ = stock_class(type(host))
@@ -149,7 +149,7 @@ def readers(model: nn.Module) -> dict[str, DepthAttention]:
     """
     order = {
         f"{prefix}{place.path}.{place.attribute}": index
-        for prefix, host in _hosts(model)
+        for prefix, host in hosts(model)
         for index, place in enumerate(reader_places(host))
     }
     # The final readers stand behind all sublayers, in the order of the modules
@@ -189,7 +189,8 @@ def _reader_modules(model: nn.Module) -> dict[str, DepthAttention]:
     return {name: module for name, module in model.named_modules() if isinstance(module, DepthAttention)}
 
 
-def _hosts(model: nn.Module) -> list[tuple[str, Any]]:
+def hosts(model: nn.Module) -> list[tuple[str, Any]]:
+    """The attached transformers in a model, with the prefix of their modules' paths: "" for the model itself."""
     return [
         (f"{name}." if name else "", module)
         for name, module in model.named_modules()
