@@ -10,6 +10,7 @@ The stream is the only place that holds the state of a forward pass. It knows no
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -151,6 +152,16 @@ class DepthStream:
     def view(self, *shape: Any) -> DepthStream:
         return self.map(lambda source: source.view(*shape))
 
+    def split(self, size: int | Sequence[int], dim: int = 0) -> tuple[DepthStream, ...]:
+        length = self.shape[dim]
+        sizes = [min(size, length - start) for start in range(0, length, size)] if isinstance(size, int) else list(size)
+        before = (slice(None),) * (dim % self.ndim)
+        stops = itertools.accumulate(sizes)
+        return tuple(self[before + (slice(stop - size, stop),)] for stop, size in zip(stops, sizes, strict=True))
+
+    def chunk(self, chunks: int, dim: int = 0) -> tuple[DepthStream, ...]:
+        return self.split(-(-self.shape[dim] // chunks), dim)
+
     def permute(self, *dims: Any) -> DepthStream:
         order = [dim % self.ndim for dim in (dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims)]
         channel_dim = order.index(self.channel_dim % self.ndim) - self.ndim
@@ -271,7 +282,7 @@ class DepthStream:
 
 _ADD = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__}
 _CAT = {torch.cat, torch.concat, torch.concatenate}
-_METHODS = {torch.reshape, torch.permute, torch.clip, torch.clamp}
+_METHODS = {torch.reshape, torch.permute, torch.split, torch.chunk, torch.clip, torch.clamp}
 
 
 def _refusal(operation: str) -> str:

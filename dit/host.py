@@ -19,10 +19,11 @@ from torch import nn
 
 from attnres_vision import families
 from attnres_vision.attach import attach
-from attnres_vision.begin import Begin, begin_streams
+from attnres_vision.begin import begin_streams
 from attnres_vision.config import AttnResConfig
 from attnres_vision.host import AttnResHost, stock_class
 from attnres_vision.reader import DepthAttention
+from dit.parallel import split_blocks, split_embeddings, without_blocks
 
 # These keep the outputs of attention modules, which are tensors. Other caches subtract residual streams.
 ATTENTION_CACHES = ("PyramidAttentionBroadcastConfig", "FasterCacheConfig", "TaylorSeerCacheConfig")
@@ -58,6 +59,25 @@ class DiffusersHost(AttnResHost):
         function = self.__dict__["_gradient_checkpointing_func"]
         if not isinstance(function, CheckpointAfterBegin):
             self._gradient_checkpointing_func = CheckpointAfterBegin(function)
+
+    def enable_parallelism(self, *, config: Any, cp_plan: Any = None) -> None:
+        """diffusers' own; what a context-parallel plan splits at the blocks is split before the streams begin.
+
+        Raises:
+            ValueError: context parallelism with the condition "other_stream".
+        """
+        host = cast(nn.Module, self)
+        plan = getattr(self, "_cp_plan", None) if cp_plan is None else cp_plan
+        rest, blocks = without_blocks(host, plan or {})
+        parallel = config if hasattr(config, "ulysses_degree") else getattr(config, "context_parallel_config", None)
+        if parallel is not None and "other_stream" in (self.attnres_config.condition or ()):
+            raise ValueError(
+                "condition 'other_stream' cannot be used with context parallelism: it is a mean over all tokens of a "
+                "stream, of which every process has some only"
+            )
+        super().enable_parallelism(config=config, cp_plan=None if plan is None else rest)  # type: ignore[misc]
+        if parallel is not None:
+            split_blocks(host, blocks, parallel)
 
     @classmethod
     def _load_pretrained_model(
@@ -117,11 +137,9 @@ class CheckpointAfterBegin:
         self.function = function
 
     def __call__(self, block: Any, *args: Any, **kwargs: Any) -> Any:
-        if (
-            isinstance(getattr(block, "depth_begin", None), Begin)
-            and begin_streams in block._forward_pre_hooks.values()
-        ):
-            args, kwargs = begin_streams(block, args, kwargs)
+        for hook in block._forward_pre_hooks.values():
+            if hook in (split_embeddings, begin_streams):
+                args, kwargs = hook(block, args, kwargs)
         return self.function(block, *args, **kwargs)
 
 

@@ -27,10 +27,13 @@ def delta(tokens: int, dtype: torch.dtype = torch.float64, seed: int = 9) -> Ten
 
 # Slices --------------------------------------------------------------------------------------------------------------
 
-CUTS: dict[str, Callable[[DepthStream], list[DepthStream]]] = {
+CUTS: dict[str, Callable] = {
     "flux": lambda x: [x[:, :2], x[:, 2:]],
     "hunyuan-video": lambda x: [x[:, :-2, :], x[:, -2:, :]],
     "ellipsis": lambda x: [x[:, :2, ...], x[:, 2:, ...]],
+    "chunk": lambda x: x.chunk(4, dim=1),
+    "split": lambda x: torch.split(x, 4, dim=1),
+    "split-sizes": lambda x: x.split([1, 3, 2], dim=-2),
     "three": lambda x: [x[:, :1], x[:, 1:4], x[:, 4:]],
 }
 
@@ -38,6 +41,8 @@ CUTS: dict[str, Callable[[DepthStream], list[DepthStream]]] = {
 @pytest.mark.parametrize("cut", CUTS)
 def test_joining_all_slices_gives_the_stream_itself(cut: str) -> None:
     stream = stream_of()
+    for piece, expected in zip(CUTS[cut](stream), CUTS[cut](stream.sources()[1]), strict=True):
+        assert torch.equal(piece.sources()[1], expected)
     assert torch.cat(CUTS[cut](stream), dim=1) is stream
 
 

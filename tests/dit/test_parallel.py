@@ -1,0 +1,40 @@
+"""Context parallelism over two processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import diffusers
+import pytest
+
+import dit
+from tests.dit.tiny import stock_model
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.skipif(not hasattr(diffusers, "ContextParallelConfig"), reason="this diffusers has no context parallelism")
+def test_context_parallel_plans_stay_valid() -> None:
+    """Flux splits the model's inputs, Wan those of the first block, Qwen-Image also a mask at every block."""
+    names = ["flux", "wan", "qwen-image"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29711"]
+    run = subprocess.run(
+        [*command, str(Path(__file__).with_name("run_parallel.py")), *names],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert [line for line in run.stdout.splitlines() if line] == [f"{name}: two processes equal one" for name in names]
+
+
+@pytest.mark.skipif(not hasattr(diffusers, "ContextParallelConfig"), reason="this diffusers has no context parallelism")
+def test_the_mean_of_the_other_stream_cannot_be_split() -> None:
+    config = {"block_size": 2, "query": "condition", "condition": ["other_stream"]}
+    model = dit.convert(stock_model("flux"), config)
+    with pytest.raises(ValueError, match="'other_stream' cannot be used with context parallelism"):
+        model.enable_parallelism(config=diffusers.ContextParallelConfig(ulysses_degree=2))
