@@ -70,6 +70,7 @@ def attach(model: nn.Module, config: AttnResConfig | Mapping[str, Any] | None = 
             place.stream,
             opens_block=place.index % plan.block_size == 0 and not place.follower,
             only_embedding=place.index == 0 and not place.follower,
+            unused=place.unused,
             position=place.position,
             keyword=place.keyword,
         )

@@ -26,6 +26,7 @@ class ReaderPlace:
         index: number of its sublayer within that stream.
         position, keyword: the module's argument that it reads.
         follower: it reads after another reader of the same sublayer.
+        unused: nothing that the model returns depends on what it reads.
     """
 
     path: str
@@ -35,6 +36,7 @@ class ReaderPlace:
     position: int = 0
     keyword: str = "hidden_states"
     follower: bool = False
+    unused: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +131,12 @@ def reader_places(host: nn.Module) -> list[ReaderPlace]:
                     )
                 places.append(place)
             taken |= {*sublayer.readers, *sublayer.followers}
+    # Streams meet in the attention, a block's first sublayer; behind the last one only the first stream is read.
+    last = {place.stream: place for place in places if place.path.startswith(f"{name}.")}
+    for stream, place in last.items():
+        first = next(other for other in places if other.stream == stream and other.path.startswith(f"{name}."))
+        if stream in list(streams)[1:] and place is not first:
+            places[places.index(place)] = dataclasses.replace(place, unused=True)
     return places
 
 

@@ -35,6 +35,8 @@ class DepthAttention(nn.Module):
         config: the model's AttnResConfig.
         opens_block: this reader is the first of its block, so its reads end the block before it, or the final one.
         only_embedding: this reader sees only the embedding: it is the identity and has no parameters.
+        unused: what this reader reads reaches no output of the model: it takes the sum and has no parameters either,
+            which would never get a gradient.
         name: the module path of the host module, for messages and records.
         stream: the name of the stream it reads, in models that have several.
         position: position of the stream among the arguments of the host module; `keyword` is the argument's name.
@@ -56,6 +58,7 @@ class DepthAttention(nn.Module):
         *,
         opens_block: bool,
         only_embedding: bool = False,
+        unused: bool = False,
         name: str = "",
         stream: str = "",
         position: int = 0,
@@ -70,8 +73,9 @@ class DepthAttention(nn.Module):
         self.stream, self.position, self.keyword = stream, position, keyword
         self.given, self.given_other = dim if given is None else given, given_other
         self.kind = config.query if self.given else "static"
+        self.unused = unused
         shapes: dict[str, tuple[int, ...]] = {}
-        if not only_embedding:
+        if not only_embedding and not unused:
             shapes["query"] = (dim,)
             if self.kind != "static" and config.rank is None:
                 shapes["query_proj"] = (dim, self.given)
@@ -104,7 +108,7 @@ class DepthAttention(nn.Module):
         self.reset_parameters()
 
     def extra_repr(self) -> str:
-        kind = "identity" if self.query is None else f"query={self.kind!r}"
+        kind = "no query" if self.query is None else f"query={self.kind!r}"
         return f"{self.dim}, {kind}, opens_block={self.opens_block}"
 
     def forward(self, stream: DepthStream) -> Tensor:
@@ -116,9 +120,9 @@ class DepthAttention(nn.Module):
             return plain if stream.bounds is None else plain.clamp(*stream.bounds)
         sources = stream.sources()
         if self.query is None:
-            if len(sources) != 1:
+            if len(sources) != 1 and not self.unused:
                 raise ValueError(f"reader {self.name!r} reads only the embedding, got {len(sources)} sources")
-            return sources[0]
+            return stream.total()
         if torch.compiler.is_compiling() or self._low_rank_is_small():
             read = ops.depth_attention(sources, self.compute_query(stream), **self._options())
             assert isinstance(read, Tensor)
