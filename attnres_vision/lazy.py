@@ -11,11 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import timm.layers
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnres_vision.ops import eager
+from attnres_vision.ops import decomposed, eager
 from attnres_vision.ops.reference import autocast_enabled, promoted_dtype
 
 
@@ -79,7 +78,7 @@ WRAPPERS: dict[Callable, str] = {}
 
 def may_be_lazy(module: nn.Module, reader: nn.Module) -> bool:
     """Whether `module` can be given a LazyRead: a LayerNorm in eager mode, and no hook but ours looks at the read."""
-    if torch.compiler.is_compiling() or len(module._forward_pre_hooks) > 1 or not _is_plain(module, pre_hooks=False):
+    if decomposed.is_needed() or len(module._forward_pre_hooks) > 1 or not _is_plain(module, pre_hooks=False):
         return False
     wrapped = WRAPPERS.get(type(module).forward)
     norm = module if wrapped is None else getattr(module, wrapped)

@@ -123,7 +123,7 @@ class DepthAttention(nn.Module):
             if len(sources) != 1 and not self.unused:
                 raise ValueError(f"reader {self.name!r} reads only the embedding, got {len(sources)} sources")
             return stream.total()
-        if torch.compiler.is_compiling() or self._low_rank_is_small():
+        if ops.decomposed.is_needed() or self._low_rank_is_small():
             read = ops.depth_attention(sources, self.compute_query(stream), **self._options())
             assert isinstance(read, Tensor)
             return read

@@ -1,6 +1,7 @@
 """Depth attention: the one operator that every model of this library shares.
 
-`reference` is the specification, `eager` what runs on a CPU, `decomposed` what `torch.compile` and `torch.export` see.
+`reference` is the specification, `eager` what runs on a CPU, `decomposed` what `torch.compile`, `torch.export`,
+`torch.func` and forward-mode AD see.
 All have the signature of `depth_attention` below; only `depth_attention` checks its arguments.
 """
 
@@ -8,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from attnres_vision.ops import decomposed, eager, reference
@@ -51,7 +51,7 @@ def depth_attention(
         TypeError: an argument that is not a floating-point tensor, or not a number.
     """
     _check(sources, query, eps, scale, form, heads)
-    implementation = decomposed if torch.compiler.is_compiling() else eager
+    implementation = decomposed if decomposed.is_needed() else eager
     return implementation.depth_attention(
         sources, query, eps=eps, scale=scale, form=form, heads=heads, return_weights=return_weights
     )

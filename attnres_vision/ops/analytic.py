@@ -62,7 +62,7 @@ def mix(sources: Sequence[Tensor], weights: Tensor, factor: float) -> Tensor:
     values = [_rows(source) for source in sources]
     out = weights.new_empty(values[0].shape)
     with no_autocast(out.device.type):
-        _mix_into(out, values, weights.view(len(values), *out.shape[:-1], -1), factor)
+        _mix_into(out, values, weights.view(len(values), *out.shape[:-1], weights.shape[-1]), factor)
     return out.view(sources[0].shape).to(promoted_dtype(sources))
 
 

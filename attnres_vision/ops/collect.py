@@ -7,7 +7,7 @@ that can wait (the query's and the key norm's), which are applied once per sourc
 runs it after all readers, whatever the graph, since every reader still has its edge to it.
 
 What autograd sees is the same gradient. Only a hook or `retain_grad` on the collected tensor itself would see less: put
-it on the tensor before `collect`.
+it on the tensor before `collect`. And one graph (`retain_graph=True`) must not be walked by two threads at once.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnres_vision.ops import decomposed
 from attnres_vision.ops.reference import no_autocast
 
 
@@ -46,7 +47,8 @@ class SourceGradient:
             self._clear()
             self._task = task
         if self._direct is None or self._norm is None:
-            self._direct, self._norm = upstream * upstream_term, norm_term.clone()
+            # The product would take on the strides of a transposed gradient, and `take` needs rows
+            self._direct, self._norm = (upstream * upstream_term).contiguous(), norm_term.clone()
         else:
             self._direct.addcmul_(upstream, upstream_term)
             self._norm.add_(norm_term)
@@ -67,7 +69,7 @@ class SourceGradient:
         if self._queries:
             terms, queries = torch.cat(self._query_terms, -1), torch.cat(self._queries, 1)
             if queries.shape[0] == 1:
-                total.flatten(0, 1).addmm_(terms.flatten(0, 1), queries[0])
+                total.view(-1, total.shape[-1]).addmm_(terms.flatten(0, 1), queries[0])
             else:
                 total.baddbmm_(terms, queries)
         self._clear()
@@ -95,9 +97,7 @@ class _Collect(torch.autograd.Function):
 
 def collect(source: Tensor) -> Tensor:
     """The source, set up to collect what its readers add to its gradient; as it is where autograd is not in use."""
-    if not source.requires_grad or not torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return source
-    if torch._C._functorch.peek_interpreter_stack() is not None:  # torch.func needs its own kind of Function
+    if not source.requires_grad or not torch.is_grad_enabled() or decomposed.is_needed():
         return source
     gradient = SourceGradient()
     collected = _Collect.apply(source, gradient)

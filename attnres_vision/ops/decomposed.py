@@ -1,7 +1,8 @@
-"""Depth attention as a loop over the sources, for compilers (arXiv 2603.15031, Eq. 1 to 6).
+"""Depth attention as a loop over the sources, for compilers and torch.func (arXiv 2603.15031, Eq. 1 to 6).
 
 The same equations as `reference`, without its stack: inductor fuses the loop into a few kernels that read every source
-once or twice, and `torch.export` sees only ordinary operators. Differentiable by autograd.
+once or twice, and `torch.export` sees only ordinary operators, which every transform of torch.func knows, and forward-
+mode AD. Differentiable by autograd.
 """
 
 from __future__ import annotations
@@ -10,10 +11,23 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from attnres_vision.ops.reference import align_query, compute_dtype, promoted_dtype
 
-__all__ = ["depth_attention"]
+__all__ = ["depth_attention", "is_needed"]
+
+
+def is_needed() -> bool:
+    """Whether PyTorch traces or transforms what runs now: compile, export, torch.func, forward-mode AD.
+
+    A custom operator has no rules for these, and forward-mode AD would lose its tangents without a word.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+    )
 
 
 def depth_attention(

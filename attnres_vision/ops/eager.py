@@ -7,7 +7,7 @@ One operator computes a read and, on request, what stands beside it, so that nei
     y = LayerNorm(h)                 the norm that reads h: backward mixes h again from the weights
 
 Saved for backward are the sources, the small inputs and three numbers per source, token and depth head. No double
-backward: autograd raises if it is asked for.
+backward: it raises (torch.func's transforms can be nested; they run decomposed.py).
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _gradients(
     assert query is not None
     *needs_read, needs_left, needs_right, needs_weight, needs_bias = needs_grad
     norm_grads: list[Tensor | None] = [None, None]
-    if mean.numel() and grad_out is not None:
+    if _has_norm(mean) and grad_out is not None:
         hidden = mix(sources, weights, factor)
         marks = [True, needs_weight, needs_bias]
         grad_out, *norm_grads = torch.ops.aten.native_layer_norm_backward(
@@ -148,6 +148,11 @@ def _gradients(
             ]
             query_grad = rows.sum(0).to(query.dtype)
     return [*source_grads, query_grad, *low_rank_grads, *norm_grads]
+
+
+def _has_norm(mean: Tensor) -> bool:
+    """Whether a read was fused with its LayerNorm. Not numel(): an empty batch has empty moments, (0, ..., 1)."""
+    return mean.shape != (0,)
 
 
 def _token_query(query: Tensor, left: Tensor | None, right: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -228,7 +233,7 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_weights: Tensor | None, *_
     source_marks, *marks = ctx.needs_input_grad[:6]
     needs_grad = [*source_marks, *marks]
     grads: list[Tensor | None] = [None] * len(needs_grad)
-    if mean.numel() and grad_out is None:  # the norm has no part in a gradient of the weights
+    if _has_norm(mean) and grad_out is None:  # the norm has no part in a gradient of the weights
         needs_grad[-2:] = [False, False]
     if grad_out is not None or grad_weights is not None:
         saved = (weights, scores, inv_rms, mean, rstd)
@@ -254,6 +259,11 @@ class _CollectingRead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "AttnRes models have no double backward (create_graph=True): for gradients of gradients use "
+                "torch.func.grad(torch.func.grad(...)), with torch.func.functional_call"
+            )
         *inputs, weights, scores, inv_rms, mean, rstd = ctx.saved_tensors
         sources, small, saved = inputs[:-5], inputs[-5:], (weights, scores, inv_rms, mean, rstd)
         _, needs_query, *marks = ctx.needs_input_grad

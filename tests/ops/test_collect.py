@@ -46,6 +46,28 @@ def test_gradients_equal_autograds(collected_ones, query_shape, options):
     torch.testing.assert_close(list(found), expected(sources, queries, **options), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("heads", [1, 3])
+def test_a_transposed_upstream_gradient(heads):
+    """As a dense head gives, which takes (B, D, T): the sum must not take on its strides and lose a term."""
+    sources, queries = leaves()
+
+    def loss(read, tensors: list[Tensor]) -> Tensor:
+        torch.manual_seed(1)
+        maps = [read(tensors, query, heads=heads).transpose(1, 2).contiguous() for query in queries]
+        return sum((m * torch.randn_like(m)).sum() for m in maps)
+
+    found = torch.autograd.grad(loss(eager.depth_attention, [collect(s) for s in sources]), sources + queries)
+    exact = torch.autograd.grad(loss(reference.depth_attention, sources), sources + queries)
+    torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-12)
+
+
+def test_a_second_derivative_raises_instead_of_being_wrong():
+    sources, queries = leaves()
+    loss = loss_of(eager.depth_attention, [collect(source) for source in sources], queries)
+    with pytest.raises(RuntimeError, match=r"no double backward.*torch\.func"):
+        torch.autograd.grad(loss, sources, create_graph=True)
+
+
 def test_a_retained_graph_can_be_walked_again():
     sources, queries = leaves()
     loss = loss_of(eager.depth_attention, [collect(source) for source in sources], queries)

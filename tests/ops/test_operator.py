@@ -147,6 +147,20 @@ def test_a_second_derivative_raises_instead_of_being_wrong():
         torch.autograd.grad(grads[0].square().sum(), sources)
 
 
+@pytest.mark.parametrize("batch", [0, 2])
+@pytest.mark.parametrize("trained", ["sources", "norm"])
+def test_an_empty_batch_has_gradients_too(trained, batch):
+    """As a process gets that ran out of data: every parameter needs its zero, or DDP waits for it forever."""
+    sources, query = inputs(3, (batch, 7, 12), (12,))
+    weight, bias = torch.ones(12, requires_grad=True), torch.zeros(12, requires_grad=True)
+    if trained == "norm":
+        sources, query = [source.detach() for source in sources], query.detach()
+    out = eager.depth_attention(sources, query, layer_norm=(weight, bias, 1e-6))
+    out.square().sum().backward()
+    assert weight.grad is not None and bias.grad is not None
+    assert bool(weight.grad.any()) == (batch > 0)
+
+
 @pytest.mark.parametrize(("query_shape", "heads"), [((384,), 1), ((8, 384), 6), ((8, 197, 384), 1)])
 def test_flops_are_counted_on_the_meta_device(query_shape, heads):
     sources, query = inputs(5, (8, 197, 384), query_shape, device="meta")
