@@ -220,6 +220,7 @@ class TrainConfig:
     num_processes: int | None = None
 
     def __post_init__(self) -> None:
+        _at_least("seed", self.seed, 0)
         for name in ("grad_accumulation", "log_interval", "keep_checkpoints"):
             _at_least(name, getattr(self, name), 1)
         for name in ("eval_interval", "checkpoint_interval", "num_processes"):

@@ -9,6 +9,7 @@ moving average in the checkpoint.
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import os
 import random
@@ -16,7 +17,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -108,18 +109,40 @@ def open_run(accelerator: Accelerator, config: TrainConfig) -> Path:
 
     Raises:
         ValueError: the folder holds a run of another config, which `resume: auto` would continue.
+        RuntimeError: another process trains into the folder.
     """
     run_dir = Path(config.output_dir)
     if accelerator.is_main_process:
+        _lock(run_dir)
         if config.resume == "none":
             clear_run(run_dir)
-        elif config.resume == "auto" and (run_dir / CONFIG).exists():
-            _check_same_config(run_dir, config)
+        elif config.resume == "auto" and (run_dir / CONFIG).exists() and (run_dir / METRICS).exists():
+            _check_same_config(run_dir, config)  # a run that never trained a step, say for a mistake, has no claim
         dump_config(config, run_dir / CONFIG)
     accelerator.wait_for_everyone()
     if config.log_with is not None:
         accelerator.init_trackers("attnres-vision", config={k: str(v) for k, v in flatten(to_fields(config)).items()})
     return run_dir
+
+
+_locks: dict[Path, IO[str]] = {}  # open files, which hold their locks until the process ends
+
+
+def _lock(run_dir: Path) -> None:
+    """Keep other processes out of the folder: two would mix their metrics and overwrite each other's checkpoints."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    path = run_dir.resolve() / ".lock"
+    if path in _locks:
+        return
+    file = path.open("w")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:
+        file.close()
+        raise RuntimeError(
+            f"another process is training into {run_dir}: wait for it, or choose another output_dir"
+        ) from error
+    _locks[path] = file
 
 
 def clear_run(run_dir: Path) -> None:
@@ -281,8 +304,8 @@ def read_json(path: Path) -> Any:
 
 
 def _step_of(line: str) -> float:
-    """The step of a line of `metrics.jsonl`; infinite if the line was cut off by the end of the process."""
+    """The step of a line of `metrics.jsonl`; infinite if the line is none, as the end of a process may leave it."""
     try:
         return json.loads(line)["step"] if line.endswith("\n") else float("inf")
-    except ValueError:
+    except (ValueError, TypeError, KeyError):
         return float("inf")

@@ -262,6 +262,32 @@ def test_a_folder_with_another_config_is_not_continued(digits: Any) -> None:
     image.train(digits({"optim": {"lr": 1e-5}, "resume": "none"}))
 
 
+def test_a_start_that_failed_has_no_claim_on_its_folder(digits: Any) -> None:
+    with pytest.raises(ValueError, match=r"data\.batch_size must be at most 1347"):
+        image.train(digits({"data": {"batch_size": 4096}}))
+    image.train(digits({"schedule": {"steps": 2}, "profile": False}))
+
+
+def test_two_processes_do_not_train_into_one_folder(digits: Any, tmp_path: Path) -> None:
+    config = digits({"schedule": {"steps": 2}, "profile": False})
+    image.train(config)  # this process holds the folder from now on, and may train into it again
+    dump_config(config, tmp_path / "asked.yaml")
+    other = run("-m", "training.image", "--config", tmp_path / "asked.yaml")
+    assert other.returncode != 0 and "another process is training into" in other.stderr
+    image.train(config)
+
+
+@pytest.mark.parametrize("line", ["garbage\n", "3\n", "{}\n", '{"kind": "train", "step": 1'])
+def test_damaged_lines_of_the_metrics_are_dropped(line: str, digits: Any, tmp_path: Path) -> None:
+    config = digits({"schedule": {"steps": 4}, "checkpoint_interval": 2, "profile": False})
+    image.train(config)
+    whole = losses(tmp_path / "run")
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write(line)
+    image.train(config)
+    assert losses(tmp_path / "run")[: len(whole)] == whole
+
+
 def test_bf16_evaluates_the_moving_average_and_not_the_model(digits: Any, tmp_path: Path) -> None:
     fields = {"mixed_precision": "bf16", "schedule": {"steps": 20}, "profile": False}
     averaged = image.train(digits({**fields, "ema_decay": 0.9999}, "ema"))
