@@ -118,9 +118,10 @@ def family_of(model: nn.Module) -> Family:
         library = type(model).__module__.split(".")[0]
         names = [name for name in MODELS if name.split(".")[0] == library] or list(MODELS)
         known = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in names}))
+        line = "dit.families.dit_family(paths of the blocks, timestep=...)" if library == "diffusers" else "Family(...)"
         raise ValueError(
             f"no reader table for models of class {_path(type(model))}. Known: {known}. To add one, set "
-            f"attnres_vision.families.MODELS[{_path(type(model))!r}] = Family(...) and, for its block class, "
+            f"attnres_vision.families.MODELS[{_path(type(model))!r}] = {line} and, for its block class, "
             "attnres_vision.families.BLOCKS[...] = (names of the modules that read the residual stream, ...)"
         )
     return family

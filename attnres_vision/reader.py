@@ -149,7 +149,8 @@ class DepthAttention(nn.Module):
         if self.kind == "static":
             return self.query
         if self.config.rank is not None:
-            return self.query + F.linear(*self._factors(stream))
+            left, right = self._factors(stream)
+            return self.query + F.linear(left, right.to(left.dtype))  # left is fp32 even for half-precision parameters
         assert self.query_proj is not None
         given = self._given(stream).to(self.query_proj.dtype)
         given = F.rms_norm(given, (self.given,), eps=self.config.key_eps)

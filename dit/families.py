@@ -100,7 +100,7 @@ def chroma_width(model: Any) -> int:
     return int(model.config.approximator_num_channels)
 
 
-def _dit(
+def dit_family(
     *blocks: str,
     timestep: str | ConditionSource,
     pooled_text: str | None = None,
@@ -108,6 +108,16 @@ def _dit(
     streams: tuple[StreamArgument, ...] = (IMAGE, TEXT),
     **options: Any,
 ) -> Family:
+    """The line of a diffusers transformer.
+
+    Args:
+        blocks: paths of the containers of its blocks, in depth order.
+        timestep: path of the submodule whose output is the time embedding, or its `ConditionSource`.
+        pooled_text: the same for the projection of the pooled text embedding, if the model has one.
+        final: path of the module that reads the image stream behind the blocks.
+        streams: the streams that a block is given; `(IMAGE,)` for models whose text is not a residual stream.
+        options: other fields of `Family`.
+    """
     condition = {"timestep": timestep if isinstance(timestep, ConditionSource) else ConditionSource(timestep)}
     if pooled_text is not None:
         condition["pooled_text"] = ConditionSource(pooled_text)
@@ -119,43 +129,43 @@ _BOTH = ("transformer_blocks", "single_transformer_blocks")
 _TIME, _POOLED = "time_text_embed.timestep_embedder", "time_text_embed.text_embedder"
 
 for _name, _family in {
-    "transformer_sd3.SD3Transformer2DModel": _dit(
+    "transformer_sd3.SD3Transformer2DModel": dit_family(
         "transformer_blocks", timestep=_TIME, pooled_text=_POOLED, skips_blocks=True
     ),
-    "transformer_flux.FluxTransformer2DModel": _dit(*_BOTH, timestep=_TIME, pooled_text=_POOLED),
-    "transformer_flux2.Flux2Transformer2DModel": _dit(*_BOTH, timestep="time_guidance_embed.timestep_embedder"),
-    "transformer_hunyuan_video.HunyuanVideoTransformer3DModel": _dit(*_BOTH, timestep=_TIME, pooled_text=_POOLED),
-    "transformer_hunyuan_video15.HunyuanVideo15Transformer3DModel": _dit(
+    "transformer_flux.FluxTransformer2DModel": dit_family(*_BOTH, timestep=_TIME, pooled_text=_POOLED),
+    "transformer_flux2.Flux2Transformer2DModel": dit_family(*_BOTH, timestep="time_guidance_embed.timestep_embedder"),
+    "transformer_hunyuan_video.HunyuanVideoTransformer3DModel": dit_family(*_BOTH, timestep=_TIME, pooled_text=_POOLED),
+    "transformer_hunyuan_video15.HunyuanVideo15Transformer3DModel": dit_family(
         "transformer_blocks", timestep="time_embed.timestep_embedder"
     ),
-    "cogvideox_transformer_3d.CogVideoXTransformer3DModel": _dit(
+    "cogvideox_transformer_3d.CogVideoXTransformer3DModel": dit_family(
         "transformer_blocks", timestep="time_embedding", final="norm_final"
     ),
-    "transformer_mochi.MochiTransformer3DModel": _dit(
+    "transformer_mochi.MochiTransformer3DModel": dit_family(
         "transformer_blocks",
         timestep="time_embed.timestep_embedder",
         pooled_text="time_embed.pooler",
         width=mochi_width,
     ),
-    "transformer_qwenimage.QwenImageTransformer2DModel": _dit("transformer_blocks", timestep=_TIME),
-    "transformer_chroma.ChromaTransformer2DModel": _dit(
+    "transformer_qwenimage.QwenImageTransformer2DModel": dit_family("transformer_blocks", timestep=_TIME),
+    "transformer_chroma.ChromaTransformer2DModel": dit_family(
         *_BOTH, timestep=ConditionSource("time_text_embed", pick=first_row, width=chroma_width)
     ),
-    "transformer_cogview4.CogView4Transformer2DModel": _dit(
+    "transformer_cogview4.CogView4Transformer2DModel": dit_family(
         "transformer_blocks", timestep="time_condition_embed.timestep_embedder"
     ),
-    "transformer_easyanimate.EasyAnimateTransformer3DModel": _dit(
+    "transformer_easyanimate.EasyAnimateTransformer3DModel": dit_family(
         "transformer_blocks", timestep="time_embedding", final="norm_final"
     ),
-    "auraflow_transformer_2d.AuraFlowTransformer2DModel": _dit(
+    "auraflow_transformer_2d.AuraFlowTransformer2DModel": dit_family(
         "joint_transformer_blocks", "single_transformer_blocks", timestep="time_step_proj"
     ),
-    "transformer_ltx.LTXVideoTransformer3DModel": _dit(
+    "transformer_ltx.LTXVideoTransformer3DModel": dit_family(
         "transformer_blocks",
         timestep=ConditionSource("time_embed.emb.timestep_embedder", per_token=True),
         streams=(IMAGE,),
     ),
-    "transformer_wan.WanTransformer3DModel": _dit(
+    "transformer_wan.WanTransformer3DModel": dit_family(
         "blocks", timestep="condition_embedder.time_embedder", streams=(IMAGE,)
     ),
 }.items():

@@ -120,6 +120,36 @@ def test_save_and_load(name: str, tmp_path: Path) -> None:
         assert torch.equal(loaded(**copy.deepcopy(inputs))[0], model(**inputs)[0])
 
 
+@pytest.mark.parametrize("name", ["wan", "ltx", "sd35"])
+def test_a_bf16_checkpoint_is_as_exact_as_with_the_stock_class(name: str, tmp_path: Path) -> None:
+    """Wan keeps its norms in fp32, and their depth parameters with them."""
+    stock_model(name, torch.float32).save_pretrained(tmp_path)
+    base = getattr(diffusers, MODELS[name][0])
+    with torch.no_grad():
+        exact = base.from_pretrained(tmp_path)(**inputs_for(name, torch.float32))[0]
+        errors = []
+        for cls, extra in ((base, {}), (attnres_class(name), {"attnres": CONDITION})):
+            model = cls.from_pretrained(tmp_path, torch_dtype=torch.bfloat16, **extra)
+            output = model(**inputs_for(name, torch.bfloat16))[0]
+            assert output.dtype == torch.bfloat16
+            errors.append((output.float() - exact).norm() / exact.norm())
+    assert errors[1] < 1.25 * errors[0] + 1e-3
+
+
+def test_from_single_file_converts_what_the_base_class_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loading itself is diffusers' (and needs an original checkpoint of the model)."""
+    seen = []
+
+    def from_single_file(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append((cls.__name__, args, kwargs))
+        return stock_model("sd3", torch.float32)
+
+    monkeypatch.setattr(diffusers.SD3Transformer2DModel, "from_single_file", classmethod(from_single_file))
+    model = attnres_class("sd3").from_single_file("sd3.safetensors", attnres=CONDITION, config="somewhere")
+    assert seen == [("SD3Transformer2DModel", ("sd3.safetensors",), {"config": "somewhere"})]
+    assert type(model) is attnres_class("sd3") and model.attnres_config.rank == 2
+
+
 def test_a_static_checkpoint_into_a_condition_model_keeps_its_queries(tmp_path: Path) -> None:
     model = dit.convert(stock_model("sd3", torch.float32), {"block_size": 2})
     randomise_queries(model)
@@ -181,6 +211,29 @@ def test_a_model_outside_the_table_lists_what_is_supported() -> None:
     assert "VisionTransformer" not in str(error.value)
     assert "families.MODELS['diffusers.models.transformers.pixart" in str(error.value)
     assert type(unknown) is diffusers.PixArtTransformer2DModel
+
+
+def test_a_line_adds_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the error says: a line for the model class, and one for each block class."""
+    from attnres_vision.families import BLOCKS
+    from attnres_vision.families import MODELS as LINES
+    from dit.families import DUAL, SINGLE, dit_family
+
+    module = "diffusers.models.transformers.transformer_longcat_image.LongCatImage"
+    monkeypatch.setitem(BLOCKS, f"{module}TransformerBlock", DUAL)
+    monkeypatch.setitem(BLOCKS, f"{module}SingleTransformerBlock", SINGLE)
+    line = dit_family("transformer_blocks", "single_transformer_blocks", timestep="time_embed.timestep_embedder")
+    monkeypatch.setitem(LINES, f"{module}Transformer2DModel", line)
+    _, config, inputs = MODELS["flux"]
+    stock = diffusers.LongCatImageTransformer2DModel(**config).double().eval()
+    given = {key: value for key, value in inputs(2, 4).items() if key != "pooled_projections"}
+    with torch.no_grad():
+        wanted = stock(**given).sample
+        model = dit.convert(stock, CONDITION)
+        assert type(model).__name__ == "AttnResLongCatImageTransformer2DModel"
+        assert relative_error(model(**given).sample, wanted) < 1e-12
+        randomise_queries(model)
+        assert relative_error(pickle.loads(pickle.dumps(model))(**given).sample, wanted) > 1e-2
 
 
 @pytest.mark.parametrize(
