@@ -25,8 +25,8 @@ from attnres_vision.host import AttnResHost, stock_class
 from attnres_vision.reader import DepthAttention
 from dit.parallel import split_blocks, split_embeddings, without_blocks
 
-# These keep the outputs of attention modules, which are tensors. Other caches subtract residual streams.
-ATTENTION_CACHES = ("PyramidAttentionBroadcastConfig", "FasterCacheConfig", "TaylorSeerCacheConfig")
+# These subtract the residual streams before and behind blocks; the others keep outputs of attention modules.
+RESIDUAL_CACHES = ("FirstBlockCacheConfig", "MagCacheConfig", "SeaCacheConfig")
 
 
 class DiffusersHost(AttnResHost):
@@ -34,9 +34,8 @@ class DiffusersHost(AttnResHost):
 
     def attached(self) -> None:
         self.register_to_config(attnres=self.attnres_config.to_dict())  # type: ignore[attr-defined]
-        if not getattr(
-            self, "_repeated_blocks", None
-        ):  # some classes of diffusers name none for compile_repeated_blocks
+        if not getattr(self, "_repeated_blocks", None):
+            # Some of diffusers' classes name no blocks for compile_repeated_blocks
             blocks = families.blocks_of(cast(nn.Module, self)).values()
             self._repeated_blocks = sorted({type(block).__name__ for block in blocks})
         if getattr(self, "gradient_checkpointing", False):
@@ -120,12 +119,12 @@ class CachingHost(DiffusersHost):
         Raises:
             ValueError: a cache that does arithmetic on the residual streams.
         """
-        if not any(cls.__name__ in ATTENTION_CACHES for cls in type(config).__mro__):
+        if any(cls.__name__ in RESIDUAL_CACHES for cls in type(config).__mro__):
             raise ValueError(
                 f"{type(config).__name__} cannot be used with {type(self).__name__}: a residual cache reuses the "
                 "difference of the residual streams before and behind the blocks, and in an AttnRes model the stream "
                 "is a list of sources that the last norm attends over. Use a cache of attention outputs: "
-                f"{', '.join(ATTENTION_CACHES)}"
+                "PyramidAttentionBroadcastConfig, FasterCacheConfig or TaylorSeerCacheConfig"
             )
         super().enable_cache(config)  # type: ignore[misc]
 

@@ -35,6 +35,7 @@ RESIDUAL_CACHES: dict[str, Any] = {
         if hasattr(diffusers, "MagCacheConfig")
         else {}
     ),
+    **({"sea": diffusers.SeaCacheConfig()} if hasattr(diffusers, "SeaCacheConfig") else {}),
 }
 
 

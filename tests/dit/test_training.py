@@ -103,6 +103,16 @@ def test_blocks_that_are_checkpointed_from_outside_say_so() -> None:
         output.sum().backward()
 
 
+def test_reentrant_checkpointing_is_an_error() -> None:
+    """It sees no tensor in a DepthStream, so the blocks' gradients would be lost."""
+    model = attached("sd3", "static")
+    model.enable_gradient_checkpointing(
+        lambda block, *args: torch.utils.checkpoint.checkpoint(block, *args, use_reentrant=True)
+    )
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        model(**inputs_for("sd3"))
+
+
 # torch.compile -------------------------------------------------------------------------------------------------------
 
 
