@@ -31,7 +31,8 @@ class AttnResConfig:
         mode: `"block"` reads finished block sums and the open block's partial sum (Eq. 5, 6); `"full"` reads every
             sublayer's output (Eq. 1 to 4) and is `"block"` with `block_size=1`.
         num_blocks: number of blocks N, between 1 and the model's number of sublayers. A number that does not divide
-            the sublayers gives a short last block. Default 8, the paper's choice.
+            the sublayers gives a short last block. All others have the same size, so there can be fewer than N blocks
+            (N = 16 with 24 sublayers: 12 blocks of 2). Default 8, the paper's choice.
         block_size: sublayers per block S, instead of `num_blocks`. A transformer block of attention and MLP counts 2.
         query: where a reader's query comes from. `"static"`: a learned vector (the paper's default). `"token"`: plus a
             projection of the newest source, token by token (the paper's input-dependent ablation). `"block"`: plus a

@@ -225,6 +225,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     main_process = int(os.environ.get("RANK", 0)) == 0
     missing = [run for run in runs if run.result() is None]
     if main_process:
+        try:
+            loop.lock_folder(output_dir)
+        except RuntimeError as error:
+            raise SystemExit(f"error: {error}") from error
         print(f"{config.name}: {len(runs)} runs, {len(runs) - len(missing)} complete, in {output_dir}", flush=True)
         dump_config(config, output_dir / "compare.yaml")
     failures: dict[str, str] = {}

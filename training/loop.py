@@ -113,7 +113,7 @@ def open_run(accelerator: Accelerator, config: TrainConfig) -> Path:
     """
     run_dir = Path(config.output_dir)
     if accelerator.is_main_process:
-        _lock(run_dir)
+        lock_folder(run_dir)
         if config.resume == "none":
             clear_run(run_dir)
         elif config.resume == "auto" and (run_dir / CONFIG).exists() and (run_dir / METRICS).exists():
@@ -128,7 +128,7 @@ def open_run(accelerator: Accelerator, config: TrainConfig) -> Path:
 _locks: dict[Path, IO[str]] = {}  # open files, which hold their locks until the process ends
 
 
-def _lock(run_dir: Path) -> None:
+def lock_folder(run_dir: Path) -> None:
     """Keep other processes out of the folder: two would mix their metrics and overwrite each other's checkpoints."""
     run_dir.mkdir(parents=True, exist_ok=True)
     path = run_dir.resolve() / ".lock"
@@ -299,8 +299,11 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The file's value; None if there is no such file."""
-    return json.loads(path.read_text()) if path.exists() else None
+    """The file's value; None if there is no such file, or it is damaged: what it says is then computed again."""
+    try:
+        return json.loads(path.read_text()) if path.exists() else None
+    except ValueError:
+        return None
 
 
 def _step_of(line: str) -> float:

@@ -153,6 +153,25 @@ def test_a_failing_run_is_reported_and_the_others_still_run(tmp_path: Path) -> N
     assert "Failed runs" in (tmp_path / "out" / "report.md").read_text()
 
 
+def test_a_damaged_result_is_made_again(tmp_path: Path, in_process: list[compare.Run]) -> None:
+    path = table(tmp_path, seeds=[0], speed_rounds=0)
+    argv = ["--config", str(path), "--output_dir", str(tmp_path / "out"), "--jobs", "1"]
+    assert compare.main(argv) == 0
+    before = json.loads((tmp_path / "out" / "summary.json").read_text())["variants"]["block"]["val_loss"]
+    result = next((tmp_path / "out" / "runs" / "block").glob("*/result.json"))
+    result.write_text(result.read_text()[:100])
+    assert compare.main(argv) == 0
+    assert [item.variant for item in in_process] == ["standard", "block", "block"]
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["variants"]["block"]["val_loss"] == before
+
+
+def test_two_comparisons_do_not_share_a_folder(tmp_path: Path, in_process: list[compare.Run]) -> None:
+    argv = ["--config", str(table(tmp_path, seeds=[0], speed_rounds=0)), "--output_dir", str(tmp_path / "out")]
+    assert compare.main([*argv, "--jobs", "1"]) == 0
+    other = run("-m", "training.compare", *argv)
+    assert other.returncode == 1 and "another process is training into" in other.stderr
+
+
 def test_smoke_changes_the_table_and_the_command_line_still_wins(tmp_path: Path) -> None:
     path = table(tmp_path, smoke={"seeds": [5], "base": {"schedule": {"steps": 2}}})
     config, folder = compare.load(["--config", str(path), "--smoke", "--base.optim.lr", "0.5"])
