@@ -122,7 +122,8 @@ def plan(config: CompareConfig, output_dir: Path) -> list[Run]:
 def run_as_processes(runs: list[Run], jobs: int) -> dict[str, str]:
     """Train every run in a process of its own; returns an error message for each that failed."""
     failures: dict[str, str] = {}
-    with ThreadPoolExecutor(jobs) as pool:
+    pool = ThreadPoolExecutor(jobs)
+    try:
         waiting = {pool.submit(_run_process, run): run for run in runs}
         for number, done in enumerate(as_completed(waiting), start=1):
             run, (seconds, error) = waiting[done], done.result()
@@ -133,6 +134,8 @@ def run_as_processes(runs: list[Run], jobs: int) -> dict[str, str]:
                 failures[run.label] = error or "it ended without a result"
                 text = f"FAILED, see {run.folder / 'log.txt'}: {failures[run.label]}"
             print(f"[{number}/{len(runs)}] {run.label}: {text}", flush=True)
+    finally:
+        pool.shutdown(cancel_futures=True)  # after Ctrl-C, which ends what runs, nothing else begins
     return failures
 
 

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import statistics
+import time
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,21 @@ def test_two_comparisons_do_not_share_a_folder(tmp_path: Path, in_process: list[
     assert compare.main([*argv, "--jobs", "1"]) == 0
     other = run("-m", "training.compare", *argv)
     assert other.returncode == 1 and "another process is training into" in other.stderr
+
+
+def test_nothing_else_begins_after_an_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[str] = []
+
+    def interrupted(item: compare.Run) -> tuple[float, str | None]:
+        begun.append(item.label)
+        time.sleep(0.3)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compare, "_run_process", interrupted)
+    argv = ["--config", str(table(tmp_path)), "--output_dir", str(tmp_path / "out"), "--jobs", "1"]
+    with pytest.raises(KeyboardInterrupt):
+        compare.main(argv)
+    assert len(begun) <= 2  # of four; the worker may have taken the second one already
 
 
 def test_smoke_changes_the_table_and_the_command_line_still_wins(tmp_path: Path) -> None:
