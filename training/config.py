@@ -173,6 +173,7 @@ class ScheduleConfig:
         _check("schedule.steps and schedule.epochs", (self.steps, self.epochs), len(given) <= 1, "one number, one null")
         _check("schedule", given, all(value > 0 for value in given), "above 0")
         _at_least("schedule.warmup", self.warmup, 0)
+        _at_least("schedule.min_lr", self.min_lr, 0)
 
     def total_steps(self, steps_per_epoch: float) -> int:
         """Optimiser updates of the whole run."""

@@ -58,6 +58,8 @@ def test_accelerate_configs_are_known_to_accelerate() -> None:
         (["--model.residual", "attnres", "--model.attnres", '{"num_blokcs": 4}'], "did you mean 'num_blocks'"),
         (["--schedule.steps", "3", "--schedule.epochs", "1"], "schedule.steps and schedule.epochs"),
         (["--data.batch_size", "63", "--grad_accumulation", "2"], "data.batch_size must be a multiple"),
+        (["--schedule.min_lr", "-1"], "schedule.min_lr must be at least 0, got -1.0"),
+        (["--seed", "-1"], "seed must be at least 0, got -1"),
         (["--data.name", "digits"], "data.num_classes must be 10 for data.name 'digits', got 1000"),
     ],
     ids=lambda value: value if isinstance(value, str) else value[0],
