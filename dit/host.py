@@ -59,6 +59,19 @@ class DiffusersHost(AttnResHost):
         if not isinstance(function, CheckpointAfterBegin):
             self._gradient_checkpointing_func = CheckpointAfterBegin(function)
 
+    def set_attention_backend(self, backend: str) -> None:
+        """diffusers' own.
+
+        Raises:
+            RuntimeError: xformers without CUDA, which diffusers would find out in the first forward pass.
+        """
+        if str(backend).startswith("xformers") and not torch.cuda.is_available():
+            raise RuntimeError(
+                "the attention backend 'xformers' needs CUDA, and torch finds none here: leave the default backend "
+                "('native') on a CPU"
+            )
+        super().set_attention_backend(backend)  # type: ignore[misc]
+
     def enable_parallelism(self, *, config: Any, cp_plan: Any = None) -> None:
         """diffusers' own; what a context-parallel plan splits at the blocks is split before the streams begin.
 

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 def test_context_parallel_plans_stay_valid() -> None:
     """Flux splits the model's inputs, Wan those of the first block, Qwen-Image also a mask at every block."""
     names = ["flux", "wan", "qwen-image"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29711"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     run = subprocess.run(
         [*command, str(Path(__file__).with_name("run_parallel.py")), *names],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},

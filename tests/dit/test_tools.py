@@ -175,6 +175,12 @@ def test_attention_backends(name: str) -> None:
         model.reset_attention_backend()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA, xformers may be there")
+def test_xformers_without_cuda_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="'xformers' needs CUDA"):
+        attached("flux").set_attention_backend("xformers")
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["sd3", "flux", "hunyuan-video", "cogvideox", "qwen-image", "wan"])
 def test_fused_projections(name: str) -> None:
