@@ -38,6 +38,7 @@ class DepthStream:
         cast: the dtype that the host has cast its residual stream to; the sources stay in their own.
         bounds: the host has clipped its residual stream to these: every read is clipped to them, as every source is.
         part: what this stream is a slice of, None if of nothing.
+        uncast: the stream that this one is a cast of; the host reads the cast and goes on with the other.
     """
 
     blocks: tuple[Tensor, ...]
@@ -49,6 +50,7 @@ class DepthStream:
     cast: torch.dtype | None = None
     bounds: tuple[float, float] | None = None
     part: StreamPart | None = None
+    uncast: DepthStream | None = None
 
     # Reading and writing ---------------------------------------------------------------------------------------------
 
@@ -60,6 +62,8 @@ class DepthStream:
         """End the open block: the next output starts a new one."""
         if not self.sealed:
             self.sealed = True
+        if self.uncast is not None:
+            self.uncast.seal()
 
     def write(self, delta: Tensor) -> DepthStream:
         """The stream after a layer has added `delta`, which must have the stream's shape or broadcast to it."""
@@ -69,13 +73,13 @@ class DepthStream:
             delta = delta.broadcast_to(self.shape)
         part = None if self.part is None else self.part.written(self, delta)
         if self.partial is None:
-            return dataclasses.replace(self, partial=delta, sealed=False, part=part)
+            return dataclasses.replace(self, partial=delta, sealed=False, part=part, uncast=None)
         if self.sealed:
             blocks = (*self.blocks, collect(self.partial))  # from now on many layers read it
-            return dataclasses.replace(self, blocks=blocks, partial=delta, sealed=False, part=part)
+            return dataclasses.replace(self, blocks=blocks, partial=delta, sealed=False, part=part, uncast=None)
         # Sum in the dtype of the host's residual stream, which is that of the embedding: fp32 under autocast.
         partial = self.partial.to(torch.promote_types(self.partial.dtype, self.dtype))
-        return dataclasses.replace(self, partial=partial + delta, part=part)
+        return dataclasses.replace(self, partial=partial + delta, part=part, uncast=None)
 
     def __add__(self, delta: Tensor) -> DepthStream:
         return self.write(delta)
@@ -129,7 +133,9 @@ class DepthStream:
         channel_dim = self.channel_dim if channel_dim is None else channel_dim
         if blocks[0].ndim == 0 or blocks[0].shape[channel_dim] != self.shape[self.channel_dim]:
             refuse("indexing or reshaping its width")
-        return dataclasses.replace(self, blocks=blocks, partial=partial, channel_dim=channel_dim, part=None)
+        return dataclasses.replace(
+            self, blocks=blocks, partial=partial, channel_dim=channel_dim, part=None, uncast=None
+        )
 
     def __getitem__(self, index: Any) -> DepthStream:
         part = self.map(lambda source: source[index])
@@ -177,23 +183,26 @@ class DepthStream:
         return self  # the tensor that is read out of the stream is contiguous
 
     def to(self, *args: Any, **kwargs: Any) -> DepthStream:
-        dtypes = [value for value in (*args, kwargs.get("dtype")) if isinstance(value, torch.dtype)]
-        devices = [value for value in (*args, kwargs.get("device")) if isinstance(value, (str, int, torch.device))]
+        dtype, device = kwargs.get("dtype"), kwargs.get("device")
+        for value in args:
+            if isinstance(value, (Tensor, DepthStream)):
+                dtype, device = value.dtype, value.device
+            elif isinstance(value, torch.dtype):
+                dtype = value
+            elif isinstance(value, (str, torch.device)) or (isinstance(value, int) and not isinstance(value, bool)):
+                device = value
         stream = self
-        for other in args:
-            if isinstance(other, (Tensor, DepthStream)):
-                dtypes, devices = [other.dtype], [other.device]
-        if devices and not isinstance(devices[0], bool):
-            moved = {"non_blocking": kwargs.get("non_blocking", False)}
-            stream = stream._with_vectors(lambda source: source.to(devices[0], **moved))
-        return stream.to_dtype(dtypes[0]) if dtypes else stream
+        if device is not None and torch.device(device) != self.device:
+            non_blocking = kwargs.get("non_blocking", False)
+            stream = stream._with_vectors(lambda source: source.to(device, non_blocking=non_blocking))
+        return stream if dtype is None else stream.to_dtype(dtype)
 
     def to_dtype(self, dtype: torch.dtype) -> DepthStream:
         """The stream as one of another dtype: reads and sums change, the finished sources stay as they are."""
         if dtype == self.dtype:
             return self
         if dtype != self.blocks[0].dtype:
-            return dataclasses.replace(self, cast=dtype)
+            return dataclasses.replace(self, cast=dtype, uncast=self)
         partial = None if self.partial is None else self.partial.to(dtype)
         return dataclasses.replace(self, partial=partial, cast=None)
 
@@ -249,7 +258,9 @@ class DepthStream:
         joined = tuple(torch.cat(rows, dim) for rows in zip(*columns, strict=True))
         blocks, partial = (joined, None) if first.partial is None else (joined[:-1], joined[-1])
         sealed = all(part.sealed for part in streams)
-        return dataclasses.replace(first, blocks=blocks, partial=partial, sealed=sealed, other=None, part=None)
+        return dataclasses.replace(
+            first, blocks=blocks, partial=partial, sealed=sealed, other=None, part=None, uncast=None
+        )
 
     # Everything else is an error -------------------------------------------------------------------------------------
 

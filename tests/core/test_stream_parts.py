@@ -143,12 +143,24 @@ def test_a_cast_keeps_the_finished_sources() -> None:
     assert raised.total().dtype == torch.float32
 
 
+def test_a_reader_that_ends_the_block_of_a_cast_ends_that_of_the_stream() -> None:
+    """Wan: `norm(x.float())` reads a cast, and `x = (x.float() + v).type_as(x)` writes to another one."""
+    plain = stream_of(dtype=torch.bfloat16)
+    for stream in (plain, stream_of(dtype=torch.bfloat16).float().type_as(plain)):
+        stream.float().seal()
+        written = (stream.float() + delta(T, torch.float32)).type_as(stream)
+        assert len(written.sources()) == len((stream + delta(T, torch.bfloat16)).sources()) == 4
+        assert written.uncast is None  # nothing that keeps the streams before alive
+
+
 def test_a_tensor_takes_the_dtype_of_a_stream() -> None:
     stream = stream_of(dtype=torch.bfloat16)
     assert delta(T).type_as(stream).dtype == torch.bfloat16
     assert delta(T).type_as(stream.float()).dtype == torch.float32
     assert stream.to(delta(T)).dtype == torch.float64
     assert stream.float().to(torch.bfloat16).dtype == torch.bfloat16 and stream.to(torch.bfloat16) is stream
+    assert stream.to("cpu") is stream and stream.to(stream.device, torch.bfloat16) is stream
+    assert stream.type_as(stream_of(dtype=torch.bfloat16, seed=1)) is stream
 
 
 def test_moving_to_a_device_moves_the_conditions() -> None:

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import attnres_vision
 import dit
-from tests.dit.tiny import inputs_for, randomise_queries, relative_error, stock_model
+from tests.dit.tiny import MODELS, inputs_for, randomise_queries, relative_error, stock_model
 
 QUERIES: dict[str, dict[str, Any]] = {
     "static": {},
@@ -279,3 +280,36 @@ def test_gradients_equal_those_of_the_loop(name: str) -> None:
     assert sum(".depth." in key for key in got) > 10
     for key, value in wanted.items():
         assert (got[key] - value).abs().max() <= 1e-10 * max(1.0, value.abs().max().item()), key
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("block_size", [1, 2, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_reader_reads_the_finished_blocks_and_the_open_one(name: str, block_size: int) -> None:
+    """The i-th reader of a stream has 1 + ceil(i / S) sources, and mixes them by the equation."""
+    model = dit.convert(stock_model(name), {"block_size": block_size})
+    randomise_queries(model, scale=1.0)
+    read: dict[str, int] = {"image": 0, "text": 0}  # sublayers behind each stream
+    checked = []
+
+    def look(reader: Any, args: Any, output: Tensor) -> None:
+        sources = args[0].sources()
+        members = ["image", "text"] if reader.stream == "joint" else [reader.stream]
+        index = read[members[0]]
+        if name == "auraflow" and reader.name.endswith((".norm2", ".norm2_context")):
+            # The attention's output is in the open block of what this reader sees, though not of the stream
+            assert len(sources) == 2 + (index - 1) // block_size
+        else:
+            assert len(sources) == 1 + (index + block_size - 1) // block_size, reader.name
+            read.update(dict.fromkeys(members, index + 1))
+        if reader.query is not None:
+            logits = torch.stack([(rms(source) * reader.query).sum(-1) for source in sources])
+            mixed = (logits.softmax(0).unsqueeze(-1) * torch.stack(sources)).sum(0) * len(sources)
+            assert relative_error(output.double(), mixed.double()) < 1e-6
+            checked.append(reader.name)
+
+    readers = attnres_vision.readers(model)
+    for reader in readers.values():
+        reader.register_forward_hook(look)
+    model(**inputs_for(name))
+    assert len(checked) == len({id(reader) for reader in readers.values() if reader.query is not None})

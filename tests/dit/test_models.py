@@ -136,6 +136,20 @@ def test_a_bf16_checkpoint_is_as_exact_as_with_the_stock_class(name: str, tmp_pa
     assert errors[1] < 1.25 * errors[0] + 1e-3
 
 
+def test_quantised_weights_leave_the_depth_parameters_alone(tmp_path: Path) -> None:
+    quantization = pytest.importorskip("torchao.quantization", reason="needs torchao")
+    stock_model("sd35", torch.bfloat16).save_pretrained(tmp_path)
+    config = diffusers.TorchAoConfig(quantization.Int8WeightOnlyConfig())
+    options = {"quantization_config": config, "torch_dtype": torch.bfloat16}
+    stock = diffusers.SD3Transformer2DModel.from_pretrained(tmp_path, **options)
+    model = attnres_class("sd35").from_pretrained(tmp_path, attnres=CONDITION, **options)
+    assert type(model.transformer_blocks[0].ff.net[2].weight) is not nn.Parameter
+    assert {value.dtype for value in attnres_vision.attnres_state_dict(model).values()} == {torch.bfloat16}
+    with torch.no_grad():
+        got, wanted = (each(**inputs_for("sd35", torch.bfloat16))[0].float() for each in (model, stock))
+    assert (got - wanted).norm() < 2e-2 * wanted.norm()
+
+
 def test_from_single_file_converts_what_the_base_class_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loading itself is diffusers' (and needs an original checkpoint of the model)."""
     seen = []
