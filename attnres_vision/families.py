@@ -114,6 +114,14 @@ def family_of(model: nn.Module) -> Family:
     if any(cls.__module__.startswith("diffusers.") for cls in type(model).__mro__):
         importlib.import_module("dit")  # its lines; a model of diffusers' cannot be here without diffusers
     family = _lookup(MODELS, model)
+    wrapped = next(
+        (name for name in ("module", "_orig_mod") if isinstance(getattr(model, name, None), nn.Module)), None
+    )
+    if family is None and wrapped is not None:
+        raise ValueError(
+            f"model must be the model itself, got a {type(model).__name__} around it: attach before you wrap or compile "
+            f"it, or give model.{wrapped}"
+        )
     if family is None:
         library = type(model).__module__.split(".")[0]
         names = [name for name in MODELS if name.split(".")[0] == library] or list(MODELS)

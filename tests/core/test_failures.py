@@ -285,3 +285,10 @@ def test_torchscript_says_so_in_one_sentence() -> None:
     sentence = "AttnRes models do not support TorchScript: use torch.compile or torch.export"
     with pytest.raises(NotImplementedError, match="^" + re.escape(sentence) + "$"):
         torch.jit.script(attached_copy(stock_model("prenorm")))
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, torch.compile], ids=["data-parallel", "compiled"])
+def test_a_wrapped_model_says_to_attach_first(wrap):
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, embed_dim=24, depth=4, num_heads=2)
+    with pytest.raises(ValueError, match=r"model must be the model itself, got a .*attach before you wrap"):
+        attnres_vision.attach(wrap(model))
