@@ -119,8 +119,8 @@ def family_of(model: nn.Module) -> Family:
     )
     if family is None and wrapped is not None:
         raise ValueError(
-            f"model must be the model itself, got a {type(model).__name__} around it: attach before you wrap or compile "
-            f"it, or give model.{wrapped}"
+            f"model must be the model itself, got a {type(model).__name__} around it: attach before you wrap or "
+            f"compile it, or give model.{wrapped}"
         )
     if family is None:
         library = type(model).__module__.split(".")[0]
