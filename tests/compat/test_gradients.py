@@ -1,4 +1,4 @@
-"""Every family's gradients, with random queries and unusual consumers, against autograd through the decomposed operator.
+"""Every family's gradients, with random queries and unusual consumers, against autograd through the decomposed form.
 
 The eager path has an analytic backward, adds source gradients up in place and fuses reads with norms; the decomposed
 operator has none of that. Whatever takes the features, the gradients must be the same.
