@@ -11,7 +11,7 @@ import torch
 
 import attnres_vision
 import dit
-from tests.dit.tiny import MODELS, inputs_for, randomise_queries, relative_error, stock_model
+from tests.dit.tiny import FP32_NORMS, MODELS, inputs_for, randomise_queries, relative_error, stock_model
 
 NAMES = ["sd35", "flux", "hunyuan-video", "cogvideox", "mochi", "qwen-image", "wan"]
 
@@ -88,9 +88,11 @@ def attention_caches(step: list[int]) -> dict[str, Any]:
 
 @torch.no_grad()
 @pytest.mark.parametrize("cache", ["pab", "fastercache", "taylorseer"])
-@pytest.mark.parametrize("name", ["flux", "hunyuan-video"])
+@pytest.mark.parametrize("name", ["flux", "hunyuan-video", "cogvideox", "wan", "qwen-image"])
 def test_attention_caches_are_as_exact_as_with_the_stock_model(name: str, cache: str) -> None:
     """They keep the outputs of attention modules. At zero queries the cached steps equal the stock model's."""
+    if cache == "taylorseer" and name in ("cogvideox", "wan"):
+        pytest.skip("TaylorSeer's default patterns match none of its modules")
     outputs = []
     for model in (stock_model(name), attached(name, zero=True)):
         step = [0]
@@ -109,7 +111,7 @@ def test_attention_caches_are_as_exact_as_with_the_stock_model(name: str, cache:
         model.disable_cache()
         outputs.append(results)
     for stock, ours in zip(*outputs, strict=True):
-        assert relative_error(ours, stock) < 1e-11
+        assert relative_error(ours, stock) < (2e-7 if name in FP32_NORMS else 1e-11)
 
 
 # Memory --------------------------------------------------------------------------------------------------------------
