@@ -1,4 +1,4 @@
-"""Context parallelism over two processes."""
+"""Two processes: context parallelism and DDP."""
 
 from __future__ import annotations
 
@@ -16,13 +16,10 @@ from tests.dit.tiny import stock_model
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.skipif(not hasattr(diffusers, "ContextParallelConfig"), reason="this diffusers has no context parallelism")
-def test_context_parallel_plans_stay_valid() -> None:
-    """Flux splits the model's inputs, Wan those of the first block, Qwen-Image also a mask at every block."""
-    names = ["flux", "wan", "qwen-image"]
+def run_two_processes(kind: str, names: list[str]) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     run = subprocess.run(
-        [*command, str(Path(__file__).with_name("run_parallel.py")), *names],
+        [*command, str(Path(__file__).with_name("run_parallel.py")), kind, *names],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
@@ -30,6 +27,16 @@ def test_context_parallel_plans_stay_valid() -> None:
     )
     assert run.returncode == 0, run.stderr[-3000:]
     assert [line for line in run.stdout.splitlines() if line] == [f"{name}: two processes equal one" for name in names]
+
+
+@pytest.mark.skipif(not hasattr(diffusers, "ContextParallelConfig"), reason="this diffusers has no context parallelism")
+def test_context_parallel_plans_stay_valid() -> None:
+    """Flux splits the model's inputs, Wan those of the first block, Qwen-Image also a mask at every block."""
+    run_two_processes("context-parallel", ["flux", "wan", "qwen-image"])
+
+
+def test_ddp_gradients_equal_those_of_one_process() -> None:
+    run_two_processes("ddp", ["sd35", "flux", "hunyuan-video", "cogvideox", "auraflow"])
 
 
 @pytest.mark.skipif(not hasattr(diffusers, "ContextParallelConfig"), reason="this diffusers has no context parallelism")
