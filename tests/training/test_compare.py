@@ -109,6 +109,7 @@ def test_the_report_says_what_the_metrics_say(tmp_path: Path, in_process: list[c
         # 5 % of 8 steps are less than one: the last step's loss
         assert entry["train_loss"]["values"] == pytest.approx([final[name, best[name], seed] for seed in (0, 1)])
         assert entry["top1"]["values"] == pytest.approx([last[name, best[name], seed]["top1"] for seed in (0, 1)])
+    assert "picked by the same validation losses" in (tmp_path / "out" / "report.md").read_text()
     block = found["variants"]["block"]
     pairs = [last["block", best["block"], s]["loss"] - last["standard", best["standard"], s]["loss"] for s in (0, 1)]
     assert block["difference"]["val_loss"]["values"] == pytest.approx(pairs)
