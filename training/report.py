@@ -252,7 +252,7 @@ def conclusions(summary: dict[str, Any]) -> list[str]:
                 f"{max(map(abs, values)):.4f} in validation loss) are what rounding alone does to a run of this "
                 "length; a difference of that size means nothing."
             )
-    if any(len(entry["learning_rates"]) > 1 for entry in summary["variants"].values()):
+    if any(len(entry.get("learning_rates", ())) > 1 for entry in summary["variants"].values()):
         sentences.append(
             "Each variant stands with its best learning rate, picked by the same validation losses that are compared "
             "here, so all of them look a little better than on new data."
