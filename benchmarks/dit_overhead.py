@@ -22,6 +22,7 @@ from typing import Any
 
 import diffusers
 import torch
+from peak_memory import peak_bytes
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -95,19 +96,6 @@ class Trainer:
     def forward(self) -> None:
         self.model(**self.inputs, return_dict=False)
 
-    def peak_bytes(self) -> int:
-        """Peak of tensor bytes alive in a training step, from the profiler's allocation events."""
-        state = [value for state in self.optimizer.state.values() for value in state.values()]
-        static = sum(t.numel() * t.element_size() for t in [*self.model.parameters(), *state])
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
-            self.step()
-        alive = peak = 0
-        events = [event for event in prof.profiler.kineto_results.events() if event.name() == "[memory]"]
-        for event in sorted(events, key=lambda event: event.start_ns()):
-            alive += event.nbytes()
-            peak = max(peak, alive)
-        return static + peak
-
     def cats(self) -> int:
         with profile(activities=[ProfilerActivity.CPU]) as prof:
             self.forward()
@@ -159,7 +147,7 @@ def measure(model: str, args: argparse.Namespace) -> dict[str, dict[str, float]]
         pairs = zip(seconds[name][kind], seconds["stock"][kind], strict=True)
         return statistics.median(ours / stock for ours, stock in pairs)
 
-    peaks = {name: trainer.peak_bytes() for name, trainer in variants.items()}
+    peaks = {name: peak_bytes(trainer.model, trainer.optimizer, trainer.step) for name, trainer in variants.items()}
     rows = {
         name: {
             "step_seconds": statistics.median(seconds[name]["step"]),

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import timm
 import torch
+from peak_memory import peak_bytes
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 import attnres_vision
 
@@ -55,18 +55,6 @@ class Trainer:
     def forward(self, images: Tensor, labels: Tensor) -> None:
         self.model(images)
 
-    def peak_bytes(self, images: Tensor, labels: Tensor) -> int:
-        state = [value for state in self.optimizer.state.values() for value in state.values()]
-        static = sum(t.numel() * t.element_size() for t in [*self.model.parameters(), *state])
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
-            self.step(images, labels)
-        events = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
-        alive = peak = 0
-        for event in sorted(events, key=lambda event: event.start_ns()):
-            alive += event.nbytes()
-            peak = max(peak, alive)
-        return static + peak
-
 
 def clock(function, *args) -> float:
     start = time.perf_counter()
@@ -97,7 +85,10 @@ def main() -> None:
             if round_ >= 0:
                 steps[name].append(seconds[0])
                 forwards[name].append(seconds[1])
-    peaks = {name: trainer.peak_bytes(*batch) for name, trainer in trainers.items()}
+    peaks = {
+        name: peak_bytes(trainer.model, trainer.optimizer, lambda trainer=trainer: trainer.step(*batch))
+        for name, trainer in trainers.items()
+    }
 
     def ratio(times: dict[str, list[float]], name: str) -> float:
         return statistics.median(t / s for t, s in zip(times[name], times["stock"], strict=True))
