@@ -20,6 +20,10 @@ from av.video.reformatter import VideoReformatter
 
 Decoder = Literal["pyav", "torchcodec"]
 
+# Containers whose time stamps are the same after a seek as without one. FFmpeg guesses those of an MPEG program stream
+# (.mpg) from where it starts to read: a seek gave wrong frames. Such files are decoded from their beginning.
+_EXACT_SEEK = {"mov", "mp4", "matroska", "webm", "mpegts", "avi", "flv", "gif"}
+
 
 class ClipError(ValueError):
     """A file cannot be read as the video that was asked for; the message names the file."""
@@ -120,13 +124,13 @@ def _make_index(path: Path, mtime_ns: int, size: int) -> _Index:
             stream = container.streams.video[0]
             stamps = [packet.pts for packet in container.demux(stream) if packet.size and not packet.is_discard]
             rate = stream.average_rate or stream.guessed_rate
+            exact = not _EXACT_SEEK.isdisjoint(container.format.name.split(","))
         with av.open(str(path)) as container:  # opened anew: not every format can seek back to its start
             first = next(container.decode(video=0), None)
             if first is None:
                 raise ClipError(f"{path} has no frame that can be decoded")
             height, width = (first.height, first.width)[:: -1 if _turned(first) else 1]
-        if None in stamps or len(set(stamps)) < len(stamps):
-            # AVI and raw streams: there are packets without a time stamp, so only decoding tells the frames
+        if not exact or None in stamps or len(set(stamps)) < len(stamps):  # only decoding tells the frames
             with av.open(str(path)) as container:
                 found = Probe(sum(1 for _ in container.decode(video=0)), float(rate or 0), height, width)
             return _Index(found, None)
