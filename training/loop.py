@@ -33,6 +33,7 @@ from training.config_io import config_hash, dump_config, flatten, from_fields, t
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
 RESULT = "result.json"
+START = "start.json"
 
 
 def make_accelerator(config: TrainConfig) -> Accelerator:
@@ -148,7 +149,7 @@ def lock_folder(run_dir: Path) -> None:
 def clear_run(run_dir: Path) -> None:
     """Remove what an earlier run wrote into the folder, and nothing else."""
     shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
-    for name in (CONFIG, METRICS, RESULT, "profile_start.json"):
+    for name in (CONFIG, METRICS, RESULT, START):
         (run_dir / name).unlink(missing_ok=True)
 
 

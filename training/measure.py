@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import resource
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 
@@ -34,6 +35,68 @@ def forward_gflops(build: Callable[[], nn.Module], *shapes: tuple[int, ...]) -> 
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             model(*inputs)
     return counter.get_total_flops() / 1e9
+
+
+def training_memory(model: nn.Module, optimizer: torch.optim.Optimizer, averaged: Iterable[Tensor]) -> dict[str, int]:
+    """Bytes that training holds from the first update on, without activations; of a model on the meta device.
+
+    Args:
+        model: on the meta device, frozen parameters frozen.
+        optimizer: over the model's parameters. One update of it is made, on meta.
+        averaged: the tensors of the moving average.
+
+    Returns:
+        Bytes of `parameters` (and buffers), `gradients`, `optimizer`, `average` and of all together, `total`.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.grad = torch.empty_like(parameter)
+    try:
+        optimizer.step()
+        state = [value for of in optimizer.state.values() for value in of.values() if isinstance(value, Tensor)]
+        state_bytes = _bytes(state)
+    except (NotImplementedError, RuntimeError):  # an optimiser that looks at values: two moments, as Adam
+        state_bytes = 2 * _bytes(trained)
+    need = {
+        "parameters": _bytes([*model.parameters(), *model.buffers()]),
+        "gradients": _bytes(trained),
+        "optimizer": state_bytes,
+        "average": _bytes(averaged),
+    }
+    return {**need, "total": sum(need.values())}
+
+
+def describe_memory(need: dict[str, int]) -> str:
+    """`training_memory`'s answer, on a line."""
+    parts = ", ".join(f"{name} {_size(size)}" for name, size in need.items() if name != "total" and size)
+    return f"{_size(need['total'])} before activations ({parts})"
+
+
+def check_memory(need: dict[str, int], device: torch.device) -> None:
+    """Compare `training_memory`'s answer with the device.
+
+    Raises:
+        MemoryError: it cannot fit.
+    """
+    if device.type == "cuda":
+        there = torch.cuda.get_device_properties(device).total_memory
+    elif device.type == "cpu" and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        return
+    if need["total"] > there:
+        raise MemoryError(
+            f"training this model needs {describe_memory(need)}, and {device} has {_size(there)}: train fewer of its "
+            "parameters, hold frozen ones in bf16, leave out the moving average, or take a smaller model"
+        )
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _size(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
 def peak_memory(device: torch.device) -> int:

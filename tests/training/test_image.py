@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import ROOT, clean_env, losses, run
 
-from training import checkpoint, data, image, loop
+from training import checkpoint, data, image, loop, trainer
 from training.config import ImageConfig
 from training.config_io import dump_config, from_fields, load_config, merge, to_fields
 
@@ -135,8 +135,8 @@ def test_query_lr_scale_multiplies_the_learning_rate_on_top_of_layer_decay(digit
         }
     )
     model = image.build_model(config)
-    optimizer = image.make_optimizer(model, config.optim)
-    scheduler = image.make_scheduler(optimizer, config.schedule, config.optim, 100)
+    optimizer = trainer.make_optimizer(model, config.optim)
+    scheduler = trainer.make_scheduler(optimizer, config.schedule, config.optim, 100)
     scheduler.step_update(10)  # the peak
     rates = {id(p): (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]}
     seen = {name: rates[id(parameter)] for name, parameter in model.named_parameters()}
