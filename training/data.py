@@ -139,6 +139,21 @@ def make_loaders(accelerator: Any, config: ImageDataConfig, seed: int, parts: in
     Raises:
         ValueError: the batch cannot be split evenly.
     """
+    check_batch_sizes(accelerator, config, parts)
+    processes = accelerator.num_processes
+    train, val = make_datasets(config, seed)
+    if isinstance(train, IterableDataset):
+        # timm's streams hand every process and worker its own share: accelerate must not split them again
+        common, device = _loading(accelerator, config), accelerator.device
+        micro = config.batch_size // parts
+        train_loader: Any = StreamLoader(train, micro // processes, device, processes, common)
+        val_loader: Any = StreamLoader(val, config.eval_batch_size // processes, device, processes, common)
+        return train_loader, val_loader
+    return indexed_loaders(accelerator, train, val, config, parts)
+
+
+def check_batch_sizes(accelerator: Any, config: Any, parts: int) -> None:
+    """Raise a `ValueError` if a batch of the data config cannot be split evenly over processes and micro-batches."""
     processes = accelerator.num_processes
     for name, size, shares in (
         ("batch_size", config.batch_size, processes * parts),
@@ -146,17 +161,18 @@ def make_loaders(accelerator: Any, config: ImageDataConfig, seed: int, parts: in
     ):
         if size % shares:
             raise ValueError(f"data.{name} must be a multiple of {shares} (processes x micro-batches), got {size}")
-    train, val = make_datasets(config, seed)
-    common: dict[str, Any] = {"num_workers": config.workers, "pin_memory": accelerator.device.type == "cuda"}
-    micro = config.batch_size // parts
-    if isinstance(train, IterableDataset):
-        # timm's streams hand every process and worker its own share: accelerate must not split them again
-        train_loader: Any = StreamLoader(train, micro // processes, accelerator.device, processes, common)
-        val_loader: Any = StreamLoader(val, config.eval_batch_size // processes, accelerator.device, processes, common)
-        return train_loader, val_loader
-    train_loader = DataLoader(train, micro, shuffle=True, drop_last=True, **common)
+
+
+def indexed_loaders(accelerator: Any, train: Any, val: Any, config: Any, parts: int) -> tuple[Any, Any]:
+    """Loaders of data sets with an index, prepared for the processes: global batches, a seeded order for training."""
+    common = _loading(accelerator, config)
+    train_loader = DataLoader(train, config.batch_size // parts, shuffle=True, drop_last=True, **common)
     val_loader = DataLoader(val, config.eval_batch_size, shuffle=False, **common)
     return accelerator.prepare(train_loader, val_loader)
+
+
+def _loading(accelerator: Any, config: Any) -> dict[str, Any]:
+    return {"num_workers": config.workers, "pin_memory": accelerator.device.type == "cuda"}
 
 
 class StreamLoader:

@@ -1,7 +1,7 @@
 """Captions as vectors without a text model: their UTF-8 bytes through a fixed random table.
 
 For training in pixel space on a handful of captions, where a real text encoder would be larger than the video model.
-Nothing is learned: captions are told apart, not understood ("a dog" and "a cat" are as far apart as "a dog" and "rain").
+Nothing is learned: captions are told apart, not understood.
 """
 
 from __future__ import annotations
