@@ -6,20 +6,14 @@ Nothing is learned: captions are told apart, not understood.
 
 from __future__ import annotations
 
-from typing import TypedDict
-
 import numpy as np
 import torch
 
 EMPTY, PAD = 256, 257  # after the 256 bytes
 
 
-class Text(TypedDict):
-    """One caption: token embeddings `text` (L, D_text) float32, `text_mask` (L,) bool, `pooled` (D_pooled,) float32."""
-
-    text: torch.Tensor
-    text_mask: torch.Tensor
-    pooled: torch.Tensor
+# One caption: token embeddings `text` (L, D_text) float32, `text_mask` (L,) bool, `pooled` (D_pooled,) float32.
+Text = dict[str, torch.Tensor]
 
 
 class ByteText:
