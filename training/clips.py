@@ -188,7 +188,7 @@ class _Box:
 
     @property
     def corner(self) -> tuple[int, int]:
-        return (self.scaled[0] - self.size[0]) // 2, (self.scaled[1] - self.size[1]) // 2
+        return round((self.scaled[0] - self.size[0]) / 2), round((self.scaled[1] - self.size[1]) / 2)
 
 
 def _box(size: int | tuple[int, int] | None, found: Probe) -> _Box:
