@@ -89,7 +89,7 @@ class ImageTask:
         return {
             "val_loss": scores["loss"],
             "top1": scores["top1"],
-            "gflops": measure.forward_gflops(self.build_model, (1, *self.probe[0].shape[1:])),
+            "gflops": measure.forward_gflops(self.build_model, lambda m: m(torch.empty(1, *self.probe[0].shape[1:]))),
             "profile": {"start": start.get("profile", []), "end": ending["profile"]},
             "depth_weights": ending["depth_weights"],
         }

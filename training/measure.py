@@ -23,17 +23,16 @@ def count_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def forward_gflops(build: Callable[[], nn.Module], *shapes: tuple[int, ...]) -> float:
-    """GFLOPs (2 per multiply-add) of one forward pass, counted on the meta device.
+def forward_gflops(build: Callable[[], nn.Module], forward: Callable[[nn.Module], object]) -> float:
+    """GFLOPs (2 per multiply-add) of `forward(model)`, counted on the meta device.
 
     On the CPU the counter misses fused attention (pytorch/pytorch#195460); on meta it is exact, and depth attention
     brings a formula of its own.
     """
     with torch.device("meta"):
         model = build().eval()
-        inputs = [torch.empty(shape) for shape in shapes]
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            model(*inputs)
+            forward(model)
     return counter.get_total_flops() / 1e9
 
 

@@ -167,7 +167,7 @@ def train(task: Task) -> dict[str, Any]:
         result = {
             "config_hash": config_hash(config),
             "steps": steps,
-            "samples": steps * config.data.batch_size,
+            "samples_seen": steps * config.data.batch_size,
             "seconds": progress.seconds,
             "train_loss": sum(tail) / len(tail),  # over the last 5 % of the steps
             "parameters": measure.count_parameters(bare_model),

@@ -1,0 +1,333 @@
+"""Train a video diffusion transformer of diffusers with standard residuals or Attention Residuals.
+
+    accelerate launch training/video.py --config configs/video/hunyuan_finetune.yaml --variant block --data.root DIR
+    python -m training.video --config configs/video/clips.yaml --variant standard --optim.lr 1e-3
+
+The loop is `training/trainer.py`; here is what it trains: clips, model, objective and evaluation.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__" and not __package__:  # run as a file: modules are found from the repository, not from here
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import safetensors.torch
+import torch
+from accelerate import Accelerator, PartialState
+from torch import Tensor, nn
+
+import attnres_vision
+from training import generate, measure, trainer, video_data, video_models
+from training.average import NoAverage, TrainedParameters
+from training.config_io import load_config
+from training.diagnostics import depth_profile, depth_weights
+from training.loop import seed_of
+from training.objective import make_objective, squared_error
+from training.video_config import VideoConfig
+
+PROBE_CLIPS = 16
+_GRID_NOISE = 1  # seed of the noise of the validation grid: one grid for all runs, whatever their seed
+
+
+def train(config: VideoConfig) -> dict[str, Any]:
+    """Train and evaluate one model; returns what `result.json` says."""
+    return trainer.train(VideoTask(config))
+
+
+class VideoTask:
+    """Video diffusion, a `trainer.Task`."""
+
+    unit = "clips"
+    average: type[NoAverage] = TrainedParameters
+
+    def __init__(self, config: VideoConfig) -> None:
+        self.config = config
+        self.objective = make_objective(config.objective)
+        count = config.evaluation.sigmas
+        self.levels = self.objective.levels((torch.arange(count) + 0.5) / count)
+
+    def build_model(self) -> nn.Module:
+        return video_models.build_model(self.config.model)
+
+    def make_loader(self, accelerator: Accelerator, parts: int) -> Any:
+        config = self.config
+        self.accelerator = accelerator
+        loader, self.val_loader = video_data.make_loaders(accelerator, config.data, config.text, config.seed, parts)
+        self.train_set: Any = loader.dataset
+        self.val_set: Any = self.val_loader.dataset
+        self.empty_text = {name: value.to(accelerator.device) for name, value in self.val_set.empty_text.items()}
+        for caption in config.sampling.captions or ():
+            if caption not in self.train_set.caption_texts:
+                raise ValueError(f"sampling.captions must be captions of the data set, got {caption!r}")
+        self.probe = next(iter(self.val_loader))
+        self.probe = {name: value[:PROBE_CLIPS] for name, value in self.probe.items()}
+        return loader
+
+    def start(self, model: nn.Module) -> dict[str, Any]:
+        scores = self.evaluate(model, NoAverage(model, None))
+        self.accelerator.print(f"untrained: {self.describe(scores)}")
+        return {"scores": scores, "profile": self.profile(model)}
+
+    def loss(self, model: nn.Module, batch: Any, micro_step: int) -> Tensor:
+        clean = batch["clip"]
+        noise, level, dropped = self.draw(clean, micro_step)
+        text = {}
+        for name, empty in self.empty_text.items():
+            where = dropped.view(-1, *[1] * empty.ndim)
+            text[name] = torch.where(where, empty, batch[name])
+        prediction = self.predict(model, self.objective.add_noise(clean, noise, level), level, text)
+        error = squared_error(prediction, self.objective.target(clean, noise, level))
+        return (self.objective.weight(level) * error).mean()
+
+    def draw(self, clean: Tensor, micro_step: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Noise, level and whether the caption is dropped, of every clip of this process's share of a micro-batch.
+
+        Functions of (seed, micro-step, position in the whole micro-batch): the same whatever the number of processes.
+        """
+        noise, level, dropped = torch.empty_like(clean), [], []
+        first = self.accelerator.process_index * len(clean)  # shares are contiguous, and equally large
+        for row in range(len(clean)):
+            generator = torch.Generator(clean.device)
+            generator.manual_seed(seed_of(self.config.seed, micro_step, first + row))
+            noise[row].normal_(generator=generator)
+            level.append(self.objective.draw(generator))
+            chance = torch.rand(1, generator=generator, device=clean.device)
+            dropped.append(chance < self.config.objective.text_dropout)
+        return noise, torch.cat(level), torch.cat(dropped)
+
+    def predict(self, model: nn.Module, noisy: Tensor, level: Tensor, text: Mapping[str, Tensor]) -> Tensor:
+        return self.predict_at(model, noisy, self.objective.timestep(level), text)
+
+    def predict_at(self, model: nn.Module, noisy: Tensor, timestep: Tensor, text: Mapping[str, Tensor]) -> Tensor:
+        with self.accelerator.autocast():
+            return video_models.predict(model, self.config.model, noisy, timestep, text)
+
+    ####################################################################################################################
+    # Evaluation
+    ####################################################################################################################
+    def evaluate(self, model: nn.Module, average: NoAverage) -> dict[str, float]:
+        """Validation loss on the grid: over all, and per bucket; of the moving average, and of the weights (`_raw`)."""
+        with average.weights(model) as evaluated:
+            scores = self.grid_loss(evaluated)
+        raw = self.grid_loss(model) if average else {}
+        return {**scores, **{f"{name}_raw": value for name, value in raw.items()}}
+
+    @torch.no_grad()
+    def grid_loss(self, model: nn.Module) -> dict[str, float]:
+        """Mean squared error over the grid of validation clips and noise levels, every clip once."""
+        was_training = model.training
+        model.eval()
+        rows = []
+        for batch in self.val_loader:
+            errors = [self.grid_error(model, batch, column) for column in range(len(self.levels))]
+            # drops the clips that were handed out twice to fill the last batch
+            rows.append(self.accelerator.gather_for_metrics(torch.stack(errors, 1)).double().cpu())
+        model.train(was_training)
+        losses = torch.cat(rows).mean(0)
+        buckets = losses.view(self.config.evaluation.buckets, -1).mean(1)
+        return {"loss": losses.mean().item(), **{f"bucket_{i}": value.item() for i, value in enumerate(buckets)}}
+
+    def grid_error(self, model: nn.Module, batch: Mapping[str, Tensor], column: int) -> Tensor:
+        """The squared error of a batch of validation clips at one noise level of the grid, (B,)."""
+        clean = batch["clip"]
+        level = self.levels[column].to(clean.device).expand(len(clean))
+        noise = torch.stack([_grid_noise(int(index), column, clean[0]) for index in batch["index"]])
+        text = {name: batch[name] for name in self.empty_text}
+        prediction = self.predict(model, self.objective.add_noise(clean, noise, level), level, text)
+        return squared_error(prediction, self.objective.target(clean, noise, level))
+
+    def describe(self, scores: dict[str, float]) -> str:
+        raw = f" (weights themselves {scores['loss_raw']:.4f})" if "loss_raw" in scores else ""
+        return f"val loss {scores['loss']:.4f}{raw}"
+
+    def probe_loss(self, model: nn.Module, columns: range | None = None) -> Tensor:
+        """The loss on a fixed batch at noise levels of the grid, for the diagnostics."""
+        columns = range(len(self.levels)) if columns is None else columns
+        return torch.stack([self.grid_error(model, self.probe, column).mean() for column in columns]).mean()
+
+    def profile(self, model: nn.Module) -> list[dict[str, Any]]:
+        return depth_profile(model, lambda: self.probe_loss(model, self.middle)) if self.config.profile else []
+
+    @property
+    def middle(self) -> range:
+        return range(len(self.levels) // 2, len(self.levels) // 2 + 1)
+
+    ####################################################################################################################
+    # Result
+    ####################################################################################################################
+    def finish(self, model: nn.Module, average: NoAverage, run_dir: Path) -> dict[str, Any]:
+        config, main = self.config, self.accelerator.is_main_process
+        ending: dict[str, Any] = {"profile": self.profile(model)}
+        with average.weights(model) as evaluated:
+            if main:
+                save_weights(evaluated, config, run_dir)
+            evaluated.eval()
+            if config.profile:
+                ending["depth_weights"] = depth_weights(evaluated, lambda: self.probe_loss(evaluated))
+                ending["depth_weights_by_timestep"] = self.weights_by_timestep(evaluated)
+            if config.sampling.count:
+                captions = self.captions(config.sampling.count)
+                clips = torch.cat(list(self.samples(evaluated, captions)))
+                if main:
+                    ending["samples"] = generate.write_samples(
+                        run_dir,
+                        clips,
+                        captions,
+                        seed=config.sampling.seed,
+                        fps=config.sampling.fps,
+                        real=self.real_clips(captions),
+                    )
+            if config.sampling.frechet:
+                ending["frechet"] = self.frechet(evaluated)
+            evaluated.train()
+        return ending
+
+    def result(self, start: dict[str, Any], scores: dict[str, Any], ending: dict[str, Any]) -> dict[str, Any]:
+        count = self.config.evaluation.buckets
+        buckets = [
+            {
+                "low": number / count,
+                "high": (number + 1) / count,
+                "loss": scores[f"bucket_{number}"],
+                "loss_raw": scores.get(f"bucket_{number}_raw"),
+            }
+            for number in range(count)
+        ]
+        return {
+            "val_loss": scores["loss"],
+            "val_loss_raw": scores.get("loss_raw"),
+            "val_loss_untrained": start.get("scores", {}).get("loss"),
+            "buckets": buckets,
+            "gflops": measure.forward_gflops(self.build_model, self.forward_on_meta),
+            "profile": {"start": start.get("profile", []), "end": ending["profile"]},
+            "depth_weights": ending.get("depth_weights", []),
+            "depth_weights_by_timestep": ending.get("depth_weights_by_timestep", []),
+            "samples": ending.get("samples"),
+            "frechet": ending.get("frechet"),
+        }
+
+    def forward_on_meta(self, model: nn.Module) -> Tensor:
+        shapes = {name: value[:1].to("meta") for name, value in self.probe.items()}
+        text = {name: shapes[name] for name in self.empty_text}
+        timestep = torch.full((1,), 500.0, device="meta")
+        return video_models.predict(model, self.config.model, shapes["clip"], timestep, text)
+
+    def weights_by_timestep(self, model: nn.Module) -> list[dict[str, Any]]:
+        """Mean depth weights at every noise level of the grid."""
+        if not attnres_vision.readers(model):
+            return []
+        found = []
+        for column, sigma in enumerate(self.objective.sigma(self.levels).tolist()):
+            readers = depth_weights(model, partial(self.probe_loss, model, range(column, column + 1)))
+            found.append({"sigma": sigma, "readers": readers})
+        return found
+
+    ####################################################################################################################
+    # Samples
+    ####################################################################################################################
+    def captions(self, count: int) -> list[str]:
+        """Captions in turns."""
+        known = self.config.sampling.captions or self.train_set.caption_texts
+        return [known[index % len(known)] for index in range(count)]
+
+    @torch.no_grad()
+    def samples(self, model: nn.Module, captions: list[str]) -> Iterator[Tensor]:
+        """Generated clips in pixels, on the CPU, in batches; every process makes all of them."""
+        sampling, device = self.config.sampling, self.accelerator.device
+        noise = generate.fixed_noise(sampling.seed, len(captions), self.val_set.clip_shape)
+        vae = generate.load_vae(sampling.vae).to(device) if sampling.vae is not None else None
+        for first in range(0, len(captions), self.config.data.eval_batch_size):
+            part = slice(first, first + self.config.data.eval_batch_size)
+            texts = [self.train_set.text_of(caption) for caption in captions[part]]
+            text = {name: torch.stack([of[name] for of in texts]).to(device) for name in self.empty_text}
+            predict = generate.guided(
+                lambda noisy, timestep, text: self.predict_at(model, noisy, timestep, text).float(),
+                text,
+                self.empty_text,
+                sampling.guidance,
+            )
+            clips = self.objective.sample(predict, noise[part].to(device), sampling.steps)
+            yield (clips if vae is None else generate.decode(vae, clips)).float().cpu()
+
+    def real_clips(self, captions: list[str]) -> dict[str, Tensor]:
+        """A validation clip of every caption, in pixels; none of latents, which would have to be decoded."""
+        if self.config.data.name == "latents":
+            return {}
+        known = self.val_set.captions
+        return {caption: self.val_set[known.index(caption)]["clip"] for caption in set(captions) if caption in known}
+
+    def frechet(self, model: nn.Module) -> dict[str, Any]:
+        """The Frechet distance of generated clips to as many training clips (in pixels)."""
+        from training.frechet import FrechetDistance
+
+        sampling, device = self.config.sampling, self.accelerator.device
+        distance = FrechetDistance(sampling.extractor, device)
+        vae = generate.load_vae(sampling.vae).to(device) if sampling.vae is not None else None
+        self.train_set.set_epoch(0)
+        count = min(sampling.frechet, len(self.train_set))
+        for number in range(count):
+            clip = self.train_set[number * len(self.train_set) // count]["clip"][None].to(device)
+            clip = clip if vae is None else generate.decode(vae, clip)
+            distance.update(clip.float().clamp(-1, 1), real=True)
+        for clips in self.samples(model, self.captions(sampling.frechet)):
+            distance.update(clips.clamp(-1, 1).to(device), real=False)
+        return distance.result()
+
+
+def save_weights(model: Any, config: VideoConfig, run_dir: Path) -> None:
+    """What was trained: the transformer as diffusers saves it, or the depth parameters and adapters alone."""
+    if config.model.train == "full":
+        model.save_pretrained(run_dir / "transformer")
+    if "lora" in config.model.train:
+        model.save_lora_adapter(run_dir / "lora")
+    if "depth" in config.model.train:
+        safetensors.torch.save_file(attnres_vision.attnres_state_dict(model), run_dir / "attnres.safetensors")
+
+
+def _grid_noise(index: int, column: int, like: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(seed_of(_GRID_NOISE, index, column))
+    return torch.randn(like.shape, generator=generator).to(like)
+
+
+def speed_step(config: VideoConfig) -> Callable[[], object]:
+    """One training step (forward, backward, update) on random clips of one process's micro-batch, for rating speed."""
+    device = torch.device("cuda" if torch.cuda.is_available() and not config.cpu else "cpu")
+    model: Any = video_models.build_model(config.model).to(device).train()
+    optimizer = trainer.make_optimizer(model, config.optim)
+    dataset = video_data.make_datasets(config.data, config.text, config.seed)[0]
+    batch = speed_batch(config)
+    clips = torch.randn(batch, *dataset.clip_shape, device=device)
+    caption: Any = dataset.text_of(dataset.caption_texts[0])
+    text = {name: torch.stack([value] * batch).to(device) for name, value in caption.items()}
+    timestep = torch.rand(batch, device=device) * 1000
+    called = torch.compile(model) if config.model.compile else model
+
+    def step() -> None:
+        with torch.autocast(device.type, torch.bfloat16, enabled=config.mixed_precision == "bf16"):
+            prediction = video_models.predict(called, config.model, clips, timestep, text)
+        squared_error(prediction, clips).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def speed_batch(config: VideoConfig) -> int:
+    """Clips that one process sees at once."""
+    return max(1, config.data.batch_size // (config.grad_accumulation * int(os.environ.get("WORLD_SIZE", 1))))
+
+
+def main(argv: list[str] | None = None) -> None:
+    train(load_config(VideoConfig, argv))
+    PartialState().destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
