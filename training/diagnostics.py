@@ -7,7 +7,8 @@ norm's reader has already turned the stream into a tensor when the hooks here se
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,9 +83,11 @@ def depth_weights(model: nn.Module, forward: Callable[[], Any]) -> list[dict[str
     """Mean weight of every source of every reader over a batch; empty for a model without depth attention.
 
     Returns:
-        One `{"reader", "sources", "weights"}` per reader, in depth order.
+        One `{"reader", "stream", "sources", "weights"}` per reader, in depth order; the streams of a diffusion model
+        ("image", "text", "joint") have readers of their own.
     """
-    if not attnres_vision.readers(model):
+    named = attnres_vision.readers(model)
+    if not named:
         return []
     was_training = model.training
     model.eval()
@@ -93,9 +96,32 @@ def depth_weights(model: nn.Module, forward: Callable[[], Any]) -> list[dict[str
     model.train(was_training)
     names = record.source_names()
     return [
-        {"reader": reader, "sources": list(names[reader]), "weights": weights.float().cpu().tolist()}
+        {
+            "reader": reader,
+            "stream": named[reader].stream,
+            "sources": list(names[reader]),
+            "weights": weights.float().cpu().tolist(),
+        }
         for reader, weights in record.mean().items()
     ]
+
+
+def depth_weights_by_timestep(
+    model: nn.Module, forward: Callable[[float], Any], sigmas: Sequence[float]
+) -> list[dict[str, Any]]:
+    """`depth_weights` of a diffusion model at several noise levels: do readers choose otherwise in noise?
+
+    Args:
+        model: the model.
+        forward: runs the model on the same fixed clips and noise at the noise level sigma, 0 (the clip) to 1 (noise).
+        sigmas: the noise levels.
+
+    Returns:
+        `{"sigma", "readers"}` for each, readers as `depth_weights` returns them; empty without depth attention.
+    """
+    if not attnres_vision.readers(model):
+        return []
+    return [{"sigma": sigma, "readers": depth_weights(model, partial(forward, sigma))} for sigma in sigmas]
 
 
 def _rms(tensor: torch.Tensor) -> float:

@@ -15,9 +15,9 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 # Okabe and Ito's palette: told apart with every common colour blindness; the baseline is black
 _BASELINE = "#000000"
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _WEIGHT_RANGE = 8.0  # colours of the heat map end at this many times, and this fraction of, an equal weight
-_STYLE: Any = {
+STYLE: Any = {
     "font.size": 9,
     "axes.titlesize": 9,
     "axes.titlelocation": "left",
@@ -37,7 +37,7 @@ Curve = tuple[np.ndarray, np.ndarray]  # x (points,), y (seeds, points)
 
 def colours(names: Sequence[str], baseline: str) -> dict[str, str]:
     others = [name for name in names if name != baseline]
-    chosen = {name: _COLOURS[index % len(_COLOURS)] for index, name in enumerate(others)}
+    chosen = {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(others)}
     return {**({baseline: _BASELINE} if baseline in names else {}), **chosen}
 
 
@@ -46,21 +46,21 @@ def loss_curves(
 ) -> None:
     """Loss against something, one panel each of (x label, y label, curves): mean over the seeds and their range."""
     rows = len(panels) // columns
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         figure = Figure(figsize=(3.1 * columns + 0.9, 2.4 * rows), layout="constrained")
         axes = figure.subplots(rows, columns, squeeze=False, sharey="row")
         for axis, (x_label, y_label, curves) in zip(axes.flat, panels, strict=True):
             for name, (x, y) in curves.items():
                 axis.plot(x, y.mean(0), color=palette[name])
                 axis.fill_between(x, y.min(0), y.max(0), color=palette[name], alpha=0.15, linewidth=0)
-            _log_scale(axis)
+            log_scale(axis)
             axis.set_xlim(left=0)
             axis.set_xlabel(x_label)
             axis.xaxis.set_major_locator(MaxNLocator(4))
             if _place(axis).is_first_col():
                 axis.set_ylabel(y_label)
             if _place(axis).is_last_col():
-                _end_labels(axis, curves, palette)
+                end_labels(axis, curves, palette)
         figure.savefig(path)
 
 
@@ -69,7 +69,7 @@ def differences(
 ) -> None:
     """Paired differences to the baseline, a dot per seed and a bar at their mean; one panel per metric."""
     names = list(panels[0][1])
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         figure = Figure(figsize=(7.0, 0.7 + 0.34 * len(names)), layout="constrained")
         axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
         for axis, (title, values) in zip(axes, panels, strict=True):
@@ -92,7 +92,7 @@ def depth_profile(
 ) -> None:
     """A number of every sublayer against depth, one panel each of (title, y label, values), at start and end."""
     rows = len(panels) // 2
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         figure = Figure(figsize=(7.4, 2.3 * rows), layout="constrained")
         axes = figure.subplots(rows, 2, squeeze=False, sharex=True, sharey="row")
         for axis, (title, y_label, values) in zip(axes.flat, panels, strict=True):
@@ -100,7 +100,7 @@ def depth_profile(
             for name, (x, y) in curves.items():
                 axis.plot(x, y.mean(0), color=palette[name], marker=".", markersize=3, linewidth=1.1)
             if any((y > 0).any() for _, y in curves.values()):
-                _log_scale(axis)
+                log_scale(axis)
             else:  # a head that starts at zero passes no gradient on
                 axis.text(0.5, 0.5, "zero: the head starts at zero", ha="center", transform=axis.transAxes, color="0.4")
             axis.set_title(title)
@@ -108,14 +108,29 @@ def depth_profile(
             if _place(axis).is_first_col():
                 axis.set_ylabel(y_label)
             else:
-                _end_labels(axis, curves, palette)
+                end_labels(axis, curves, palette)
             if _place(axis).is_last_row():
                 axis.set_xlabel("sublayer (attention and MLP in turn)")
         figure.savefig(path)
 
 
 def depth_weights(path: Path, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Heat map of mean depth weights, relative to equal weights: a row per reader, a column per source.
+    """Heat map of mean depth weights, relative to equal weights: see `heat_map`."""
+    sources = max(len(row["sources"]) for row in rows)
+    with rc_context(STYLE):
+        width, height = 1.9 + 0.24 * sources, 1.25 + 0.165 * len(rows)
+        figure = Figure(figsize=(max(width, 3.6), height), layout="constrained")
+        axis = figure.subplots()
+        picture = heat_map(axis, rows)
+        axis.set_title(title)
+        axis.set_xlabel("source")
+        axis.set_ylabel("reader")
+        heat_map_bar(figure, picture, axis)
+        figure.savefig(path)
+
+
+def heat_map(axis: Axes, rows: Sequence[Mapping[str, Any]]) -> Any:
+    """Mean depth weights times the number of sources: a row per reader, a column per source.
 
     Equal weights are the standard residual, so white reads "as in the standard residual", red more, blue less.
     """
@@ -123,35 +138,32 @@ def depth_weights(path: Path, title: str, rows: Sequence[Mapping[str, Any]]) -> 
     values = np.full((len(rows), len(sources)), np.nan)
     for index, row in enumerate(rows):
         values[index, : len(row["weights"])] = np.asarray(row["weights"]) * len(row["weights"])
-    with rc_context(_STYLE):
-        width, height = 1.9 + 0.24 * len(sources), 1.25 + 0.165 * len(rows)
-        figure = Figure(figsize=(max(width, 3.6), height), layout="constrained")
-        axis = figure.subplots()
-        norm = LogNorm(1 / _WEIGHT_RANGE, _WEIGHT_RANGE)
-        picture = axis.imshow(values, cmap="RdBu_r", norm=norm, aspect="auto", interpolation="nearest")
-        axis.set_facecolor("0.93")  # no such source
-        axis.set_title(title)
-        names = [source.removesuffix(" (open)") for source in sources]  # open for some readers only
-        axis.set_xticks(range(len(sources)), names, rotation=90)
-        axis.set_yticks(range(len(rows)), [row["reader"] for row in rows])
-        axis.tick_params(labelsize=7, length=0)
-        axis.set_xlabel("source")
-        axis.set_ylabel("reader")
-        for spine in axis.spines.values():
-            spine.set_visible(False)
-        bar: Any = figure.colorbar(picture, ax=axis, label="mean weight x number of sources", aspect=30, extend="both")
-        bar.outline.set_visible(False)
-        ticks = [1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8]
-        bar.set_ticks(ticks, labels=["1/8", "1/4", "1/2", "1", "2", "4", "8"])
-        bar.ax.minorticks_off()
-        figure.savefig(path)
+    norm = LogNorm(1 / _WEIGHT_RANGE, _WEIGHT_RANGE)
+    picture = axis.imshow(values, cmap="RdBu_r", norm=norm, aspect="auto", interpolation="nearest")
+    axis.set_facecolor("0.93")  # no such source
+    names = [source.removesuffix(" (open)") for source in sources]  # open for some readers only
+    axis.set_xticks(range(len(sources)), names, rotation=90)
+    axis.set_yticks(range(len(rows)), [row["reader"] for row in rows])
+    axis.tick_params(labelsize=7, length=0)
+    for spine in axis.spines.values():
+        spine.set_visible(False)
+    return picture
+
+
+def heat_map_bar(figure: Figure, picture: Any, axes: Any) -> None:
+    """The colours of `heat_map`."""
+    bar: Any = figure.colorbar(picture, ax=axes, label="mean weight x number of sources", aspect=30, extend="both")
+    bar.outline.set_visible(False)
+    ticks = [1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8]
+    bar.set_ticks(ticks, labels=["1/8", "1/4", "1/2", "1", "2", "4", "8"])
+    bar.ax.minorticks_off()
 
 
 def learning_rates(
     path: Path, values: Mapping[str, Mapping[float, Sequence[float]]], palette: Mapping[str, str]
 ) -> None:
     """Final validation loss against the learning rate, mean over the seeds and their range."""
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         figure = Figure(figsize=(4.4, 2.8), layout="constrained")
         axis = figure.subplots()
         curves = {}
@@ -162,8 +174,8 @@ def learning_rates(
             axis.fill_between(x, low, high, color=palette[name], alpha=0.15, linewidth=0)
             curves[name] = (x, mean[None])
         axis.set_xscale("log")
-        _log_scale(axis)
-        _end_labels(axis, curves, palette)
+        log_scale(axis)
+        end_labels(axis, curves, palette)
         axis.set_xlabel("learning rate")
         axis.set_ylabel("final validation loss")
         figure.savefig(path)
@@ -173,7 +185,7 @@ def _place(axis: Axes) -> Any:
     return axis.get_subplotspec()
 
 
-def _log_scale(axis: Axes) -> None:
+def log_scale(axis: Axes) -> None:
     """A logarithmic y axis with plain numbers; on less than a decade and a half also at 2 and 5."""
     axis.set_yscale("log")
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -186,7 +198,7 @@ def _two_and_five(value: float, _: int | None = None) -> str:
     return f"{value:g}" if round(value / 10 ** np.floor(np.log10(value) + 1e-9)) in (2, 5) else ""
 
 
-def _end_labels(axis: Axes, curves: Mapping[str, Curve], palette: Mapping[str, str]) -> None:
+def end_labels(axis: Axes, curves: Mapping[str, Curve], palette: Mapping[str, str]) -> None:
     """Each curve's name at its right end, moved apart where they would overlap."""
     figure: Any = axis.figure
     figure.canvas.draw()  # positions in pixels need the final limits

@@ -63,7 +63,8 @@ def to_html(title: str, blocks: Sequence[Block]) -> str:
             )
         elif block.path is not None:
             data = base64.b64encode(block.path.read_bytes()).decode()
-            picture = f'<img src="data:image/png;base64,{data}" alt="{text}">'
+            kind = block.path.suffix.removeprefix(".")  # png, gif
+            picture = f'<img src="data:image/{kind};base64,{data}" alt="{text}">'
             parts.append(f"<figure>{picture}<figcaption>{text}</figcaption></figure>")
         else:
             parts.append(f"<p>{text}</p>")

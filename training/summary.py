@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from training import metrics
 from training.config_io import flatten
 from training.loop import read_metrics
 
-# what a run ends with; lower is better for all but top1
-FINAL = ("train_loss", "val_loss", "top1")
-_PLACE = ("output_dir", "resume", "num_processes", "seed")
+# fields of a config that say which run it is, not what it computes
+PLACE = ("output_dir", "resume", "num_processes", "seed")
 
 
 @dataclasses.dataclass
@@ -29,8 +29,11 @@ class Result:
     result: dict[str, Any]
 
     def curve(self, kind: str, x: str = "step") -> tuple[np.ndarray, np.ndarray]:
-        """The loss of `kind` ("train" or "eval") against a column of the metrics."""
-        records = [record for record in read_metrics(self.folder) if record["kind"] == kind]
+        """The loss of `kind` ("train" or "eval") against a column of the metrics; empty if they are lost or damaged."""
+        try:
+            records = [record for record in read_metrics(self.folder) if record["kind"] == kind]
+        except (OSError, ValueError):
+            records = []
         return np.array([record[x] for record in records], float), np.array([record["loss"] for record in records])
 
 
@@ -42,14 +45,16 @@ def summarise(
     best = {name: best_rate([result for result in results if result.variant == name]) for name in variants}
     chosen = {name: at_rate(results, name, best[name]) for name in variants}
     base = chosen.get(baseline, [])
-    summary: dict[str, Any] = {"baseline": baseline, "variants": {}, "failures": failures}
+    task = metrics.of_result(results[0].result)
+    final = [metric for metric in task.metrics if any(metric.of(run.result) is not None for run in results)]
+    summary: dict[str, Any] = {"baseline": baseline, "unit": task.unit, "variants": {}, "failures": failures}
     for name in variants:
         runs = chosen[name]
         first = runs[0].result
         entry: dict[str, Any] = {
             "parameters": first["parameters"],
-            "gflops": first["gflops"],
-            "images_per_second": _mean_of(runs, "images_per_second"),
+            "gflops": first.get("gflops"),
+            task.rate: _mean_of(runs, task.rate),
             "side_by_side": speed.get(name),
             "peak_memory": _mean_of(runs, "peak_memory"),
             "peak_memory_before": _mean_of(runs, "peak_memory_before"),
@@ -59,15 +64,25 @@ def summarise(
                 str(rate): spread([run.result["val_loss"] for run in at_rate(results, name, rate)])
                 for rate in sorted({result.lr for result in results if result.variant == name})
             },
-            **{metric: spread([run.result[metric] for run in runs]) for metric in FINAL},
+            **{metric.key: _spread_of(runs, metric) for metric in final},
             "runs": [
-                {"seed": run.seed, "folder": str(run.folder), **{metric: run.result[metric] for metric in FINAL}}
+                {"seed": run.seed, "folder": str(run.folder), **{m.key: m.of(run.result) for m in final}}
                 for run in runs
             ],
+            "without_curves": [str(run.folder) for run in runs if not len(run.curve("eval")[0])],
         }
+        if first.get("val_loss_untrained") is not None:
+            entry["val_loss_untrained"] = _mean_of(runs, "val_loss_untrained")
+        if first.get("frechet"):
+            found = first["frechet"]
+            counted = f"{found['real']} real and {found['generated']} generated clips"
+            entry["frechet_extractor"] = f"features of {found['extractor']}, {counted}"
+        if first.get("buckets"):
+            entry["buckets"] = buckets(runs, base if name != baseline else [])
         if name != baseline and base:
-            entry["difference"] = {metric: paired(runs, base, metric) for metric in FINAL}
-            entry["compute_multiplier"] = compute_multiplier(runs, base)
+            entry["difference"] = {metric.key: paired(runs, base, metric.of) for metric in final}
+            multiplier = compute_multiplier(runs, base)
+            entry.update({"compute_multiplier": multiplier} if multiplier else {})
         summary["variants"][name] = entry
     summary["config_differences"] = config_differences({name: chosen[name][0].result["config"] for name in variants})
     summary["environments"] = environments(results)
@@ -93,15 +108,47 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def paired(runs: Sequence[Result], base: Sequence[Result], metric: str) -> dict[str, Any] | None:
-    """Differences to the baseline's run with the same seed (same data order, same initial weights)."""
-    of_seed = {run.seed: run.result[metric] for run in base}
-    seeds = [run.seed for run in runs if run.seed in of_seed]
-    values = [run.result[metric] - of_seed[run.seed] for run in runs if run.seed in of_seed]
+def paired(
+    runs: Sequence[Result], base: Sequence[Result], value: Callable[[dict[str, Any]], float | None]
+) -> dict[str, Any] | None:
+    """Differences to the baseline's run with the same seed (same data order, same initial weights), where both have it.
+
+    Args:
+        value: what is compared, from a run's result.
+    """
+    of_seed = {run.seed: value(run.result) for run in base}
+    differences: dict[int, float] = {}
+    for run in runs:
+        mine, other = value(run.result), of_seed.get(run.seed)
+        if mine is not None and other is not None:
+            differences[run.seed] = mine - other
+    seeds, values = list(differences), list(differences.values())
     if not values:
         return None
     same_sign = all(value > 0 for value in values) or all(value < 0 for value in values)
     return {**spread(values), "seeds": seeds, "same_sign": same_sign}
+
+
+def buckets(runs: Sequence[Result], base: Sequence[Result]) -> list[dict[str, Any]]:
+    """The validation loss per range of noise levels: spread over the seeds, and differences to the baseline."""
+    found = []
+    for index, bucket in enumerate(runs[0].result["buckets"]):
+
+        def loss(result: dict[str, Any], key: str = "loss", index: int = index) -> float | None:
+            of_run = result.get("buckets") or []
+            return of_run[index].get(key) if index < len(of_run) else None
+
+        raw = [loss(run.result, "loss_raw") for run in runs]
+        found.append(
+            {
+                "low": bucket["low"],
+                "high": bucket["high"],
+                "loss": spread([run.result["buckets"][index]["loss"] for run in runs]),
+                "loss_raw": spread(known) if len(known := [value for value in raw if value is not None]) else None,
+                "difference": paired(runs, base, loss),
+            }
+        )
+    return found
 
 
 def smooth(values: np.ndarray, width: int) -> np.ndarray:
@@ -114,22 +161,27 @@ def smooth(values: np.ndarray, width: int) -> np.ndarray:
 
 def mean_curve(runs: Sequence[Result], kind: str) -> tuple[np.ndarray, np.ndarray]:
     """Loss against steps, mean over the seeds; training loss smoothed over 5 % of the steps, as `train_loss` is."""
-    curves = [run.curve(kind) for run in runs]
+    curves = [curve for run in runs if len((curve := run.curve(kind))[0])]
+    if not curves:
+        return np.array([]), np.array([])
     steps = curves[0][0]
     loss = np.mean([values for _, values in curves], axis=0)
     return steps, smooth(loss, max(1, len(loss) // 20)) if kind == "train" else loss
 
 
-def compute_multiplier(runs: Sequence[Result], base: Sequence[Result]) -> dict[str, Any]:
+def compute_multiplier(runs: Sequence[Result], base: Sequence[Result]) -> dict[str, Any] | None:
     """The baseline's steps to the variant's final loss, divided by the variant's steps.
 
     On the training and on the validation loss. `reached` is false if the baseline never got there; `value` is then its
     whole run, a lower bound: a loss curve is never extrapolated. Between two evaluations the crossing is interpolated.
+    None without the curves of either.
     """
     multiplier = {}
     for kind in ("train", "eval"):
         steps, loss = mean_curve(base, kind)
         variant_steps, variant_loss = mean_curve(runs, kind)
+        if not len(steps) or not len(variant_steps):
+            return None
         crossing = first_crossing(steps, loss, variant_loss[-1])
         multiplier[kind] = {
             "reached": crossing is not None,
@@ -150,10 +202,18 @@ def first_crossing(steps: np.ndarray, loss: np.ndarray, target: float) -> float 
     return float(steps[after - 1] + share * (steps[after] - steps[after - 1]))
 
 
+def mean_weights(of_runs: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The mean over the runs of what `diagnostics.depth_weights` returned for each."""
+    return [
+        {**rows[0], "weights": np.mean([row["weights"] for row in rows], axis=0).tolist()}
+        for rows in zip(*of_runs, strict=True)
+    ]
+
+
 def config_differences(configs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Fields in which the variants differ: field -> variant -> value (None where a variant has no such field)."""
     flat = {name: flatten(config) for name, config in configs.items()}
-    keys = list(dict.fromkeys(key for fields in flat.values() for key in fields if key not in _PLACE))
+    keys = list(dict.fromkeys(key for fields in flat.values() for key in fields if key not in PLACE))
     table = {key: {name: fields.get(key) for name, fields in flat.items()} for key in keys}
     return {
         key: values
@@ -172,5 +232,10 @@ def environments(results: Sequence[Result]) -> list[dict[str, Any]]:
 
 
 def _mean_of(runs: Sequence[Result], name: str) -> float | None:
-    values = [run.result[name] for run in runs if run.result[name] is not None]
+    values = [run.result[name] for run in runs if run.result.get(name) is not None]
     return statistics.fmean(values) if values else None
+
+
+def _spread_of(runs: Sequence[Result], metric: metrics.Metric) -> dict[str, Any] | None:
+    values = [value for run in runs if (value := metric.of(run.result)) is not None]
+    return spread(values) if values else None
