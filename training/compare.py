@@ -2,8 +2,10 @@
 
     python -m training.compare --config configs/image/digits.yaml [--smoke] [--output_dir DIR]
     accelerate launch --num_processes 8 -m training.compare --config configs/image/imagenet_vit_s16.yaml
+    python -m training.compare --config configs/video/clips.yaml
 
-The YAML has `base`, a config of `training.image`, and `variants`, what each variant changes in it. Runs that are
+The YAML has `task`, "image" or "video", `base`, a config of `training.image` or `training.video`, and `variants`, what
+each variant changes in it. Runs that are
 complete are not repeated, interrupted ones continue, a changed config gets a folder of its own. On a CPU `jobs` runs
 go side by side, as processes of one thread each (more threads than cores would cost a factor); on a GPU one after the
 other; under `accelerate launch` with several processes one after the other, each with all processes.
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib
 import os
 import subprocess
 import sys
@@ -21,14 +24,14 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from accelerate import PartialState
 from accelerate.state import AcceleratorState, GradientState
 
 from training import image, loop, measure, report, summary
-from training.config import ImageConfig
+from training.config import ImageConfig, TrainConfig
 from training.config_io import config_hash, dump_config, from_fields, merge, parse, read_yaml, take_options, to_fields
 
 _LAUNCHER = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -36,10 +39,11 @@ _LAUNCHER = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE
 
 @dataclasses.dataclass(kw_only=True)
 class CompareConfig:
-    """A comparison: `python -m training.compare`.
+    """A comparison of image classifiers: `python -m training.compare`.
 
     Args:
         name: title of the report.
+        task: what is trained, `"image"` or `"video"`.
         base: config of every run.
         variants: name of each variant and what it changes in `base`, as nested fields.
         baseline: the variant that the others are compared with.
@@ -52,6 +56,7 @@ class CompareConfig:
     """
 
     name: str = "comparison"
+    task: Literal["image"] = "image"
     base: ImageConfig = field(default_factory=ImageConfig)
     variants: dict[str, dict[str, Any]] = field(default_factory=dict)
     baseline: str = "standard"
@@ -78,13 +83,41 @@ class CompareConfig:
                 raise ValueError(f"{name} must be at least {int(name == 'jobs')}, got {getattr(self, name)}")
 
 
+def config_class(task: Any) -> type[CompareConfig]:
+    """The class of a table's config. diffusers is imported for video only.
+
+    Raises:
+        ValueError: there is no such task.
+    """
+    if task == "image":
+        return CompareConfig
+    if task != "video":
+        raise ValueError(f"task must be 'image' or 'video', got {task!r}")
+    from training.video_config import VideoConfig
+
+    @dataclasses.dataclass(kw_only=True)
+    class VideoCompareConfig(CompareConfig):
+        """A comparison of video diffusion transformers: `python -m training.compare`."""
+
+        task: Literal["video"] = "video"  # type: ignore[assignment]
+        base: VideoConfig = field(default_factory=VideoConfig)  # type: ignore[assignment]
+
+    return VideoCompareConfig
+
+
+def script(task: str) -> Any:
+    """The module that trains: `training.image` or `training.video`."""
+    return image if task == "image" else importlib.import_module("training.video")
+
+
 @dataclasses.dataclass
 class Run:
     """One row of the table's plan."""
 
     variant: str
     seed: int
-    config: ImageConfig
+    config: Any
+    task: str
 
     @property
     def folder(self) -> Path:
@@ -115,7 +148,7 @@ def plan(config: CompareConfig, output_dir: Path) -> list[Run]:
                 # the hash in the name: a changed config never continues or overwrites another one's run
                 name = f"lr_{run_config.optim.lr:g}_seed_{seed}_{config_hash(run_config)[:8]}"
                 run_config.output_dir = str(output_dir / "runs" / variant / name)
-                runs.append(Run(variant, seed, run_config))
+                runs.append(Run(variant, seed, run_config, config.task))
     return runs
 
 
@@ -129,7 +162,8 @@ def run_as_processes(runs: list[Run], jobs: int) -> dict[str, str]:
             run, (seconds, error) = waiting[done], done.result()
             result = run.result()
             if error is None and result is not None:
-                text = f"val loss {result['val_loss']:.4f}, top-1 {100 * result['top1']:.2f} %, {seconds:.0f} s"
+                top1 = f", top-1 {100 * result['top1']:.2f} %" if "top1" in result else ""
+                text = f"val loss {result['val_loss']:.4f}{top1}, {seconds:.0f} s"
             else:
                 failures[run.label] = error or "it ended without a result"
                 text = f"FAILED, see {run.folder / 'log.txt'}: {failures[run.label]}"
@@ -153,7 +187,7 @@ def _run_process(run: Run) -> tuple[float, str | None]:
             [
                 sys.executable,
                 "-m",
-                "training.image",
+                script(run.task).__name__,
                 "--config",
                 str(asked.resolve()),
                 "--output_dir",
@@ -174,7 +208,7 @@ def _run_process(run: Run) -> tuple[float, str | None]:
 def run_in_this_process(runs: list[Run]) -> None:
     """Train every run here, with all processes of the launcher. A failure ends all: the others would wait for it."""
     for run in runs:
-        image.train(run.config)
+        script(run.task).train(run.config)
         AcceleratorState._reset_state()
         GradientState._reset_state()
 
@@ -183,7 +217,8 @@ def side_by_side_speed(config: CompareConfig, runs: list[Run], path: Path) -> di
     """Seconds per training step of every variant, measured in turns in this process; kept in a file."""
     if config.speed_rounds == 0:
         return {}
-    first: dict[str, ImageConfig] = {}
+    first: dict[str, Any] = {}
+    trained = script(config.task)
     for run in runs:
         first.setdefault(run.variant, run.config)
     text = str([config.speed_rounds, *(config_hash(run_config) for run_config in first.values())])
@@ -192,15 +227,17 @@ def side_by_side_speed(config: CompareConfig, runs: list[Run], path: Path) -> di
     if known is not None and known["key"] == key:
         return known["speed"]
     speed = measure.training_speed(
-        {name: image.speed_step(run_config) for name, run_config in first.items()}, config.speed_rounds
+        {name: trained.speed_step(run_config) for name, run_config in first.items()}, config.speed_rounds
     )
     for name, found in speed.items():
-        found["images_per_second"] = image.speed_batch(first[name]) / found["seconds_per_step"]
+        found["clips_per_second" if config.task == "video" else "images_per_second"] = (
+            trained.speed_batch(first[name]) / found["seconds_per_step"]
+        )
     loop.write_json(path, {"key": key, "speed": speed})
     return speed
 
 
-def _on_gpu(config: ImageConfig) -> bool:
+def _on_gpu(config: TrainConfig) -> bool:
     return torch.cuda.is_available() and not config.cpu
 
 
@@ -212,7 +249,11 @@ def load(argv: Sequence[str]) -> tuple[CompareConfig, Path]:
     fields = read_yaml(picked["--config"]) if "--config" in picked else {}
     if smoke:
         fields = merge(fields, fields.get("smoke") or {})
-    config = parse(CompareConfig, fields, args)
+    try:
+        cls = config_class(fields.get("task", "image"))
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from error
+    config = parse(cls, fields, args)
     default = Path("runs") / (Path(picked["--config"]).stem if "--config" in picked else config.name)
     return config, Path(config.output_dir or f"{default}{'-smoke' if smoke else ''}")
 

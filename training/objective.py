@@ -71,8 +71,8 @@ class Flow:
 
     def __init__(self, config: ObjectiveConfig) -> None:
         self.config = config
-        self.scheduler = FlowMatchEulerDiscreteScheduler(num_train_timesteps=LEVELS, shift=config.shift)
-        self.sigmas = self.scheduler.sigmas.clone()
+        scheduler: Any = FlowMatchEulerDiscreteScheduler(num_train_timesteps=LEVELS, shift=config.shift)
+        self.scheduler, self.sigmas = scheduler, scheduler.sigmas.clone()
 
     def draw(self, generator: torch.Generator) -> Tensor:
         config = self.config
@@ -125,7 +125,7 @@ class Velocity:
     """
 
     def __init__(self, config: ObjectiveConfig) -> None:
-        self.scheduler = CogVideoXDDIMScheduler(
+        scheduler: Any = CogVideoXDDIMScheduler(
             num_train_timesteps=LEVELS,
             beta_start=0.00085,
             beta_end=0.0120,
@@ -137,7 +137,7 @@ class Velocity:
             rescale_betas_zero_snr=True,
             snr_shift_scale=config.shift,
         )
-        self.sigmas = (1 - self.scheduler.alphas_cumprod).sqrt().float()
+        self.scheduler, self.sigmas = scheduler, (1 - scheduler.alphas_cumprod).sqrt().float()
 
     def draw(self, generator: torch.Generator) -> Tensor:
         return torch.randint(0, LEVELS, (1,), generator=generator, device=generator.device)

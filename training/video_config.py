@@ -31,7 +31,7 @@ class LoraConfig:
     """
 
     rank: int = 16
-    alpha: float = 16.0
+    alpha: int = 16
     targets: list[str] = field(default_factory=lambda: list(_LORA_TARGETS))
 
     def __post_init__(self) -> None:
