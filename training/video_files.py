@@ -229,4 +229,4 @@ def _csv(path: Path) -> Iterator[tuple[int, dict]]:
                     )
                 yield rows.line_num, row
         except csv.Error as error:
-            raise ValueError(f"{path} line {rows.line_num}: {error}") from error
+            raise ValueError(f"{path} line {rows.line_num + 1}: {error}") from error
