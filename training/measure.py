@@ -23,16 +23,19 @@ def count_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def forward_gflops(build: Callable[[], nn.Module], forward: Callable[[nn.Module], object]) -> float:
-    """GFLOPs (2 per multiply-add) of `forward(model)`, counted on the meta device.
+def forward_gflops(build: Callable[[], nn.Module], forward: Callable[[nn.Module], object]) -> float | None:
+    """GFLOPs (2 per multiply-add) of `forward(model)`, counted on the meta device; None for models that cannot run there.
 
     On the CPU the counter misses fused attention (pytorch/pytorch#195460); on meta it is exact, and depth attention
     brings a formula of its own.
     """
     with torch.device("meta"):
-        model = build().eval()
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            forward(model)
+        model = build().float().eval()
+        try:
+            with torch.no_grad(), FlopCounterMode(display=False) as counter:
+                forward(model)
+        except (NotImplementedError, RuntimeError):  # they look at values, or ask for autocast
+            return None
     return counter.get_total_flops() / 1e9
 
 

@@ -16,6 +16,7 @@ import torch
 from diffusers import CogVideoXPipeline, LTXPipeline
 from torch import Tensor, nn
 
+import attnres_vision
 import dit
 from training.objective import LEVELS
 from training.video_config import VideoModelConfig
@@ -87,10 +88,13 @@ def _freeze(model: Any, config: VideoModelConfig) -> None:
             model.add_adapter(adapter)
         except ValueError as error:
             raise ValueError(f"model.lora.targets must name layers of {config.name}: {error}") from error
+    exact = model._keep_in_fp32_modules or ()  # as diffusers loads them
+    depth = {id(parameter) for reader in attnres_vision.readers(model).values() for parameter in reader.parameters()}
     for name, parameter in model.named_parameters():
-        if ".depth." in name:
+        if id(parameter) in depth:
             parameter.requires_grad_(not config.freeze_queries and config.train in ("full", "depth", "depth+lora"))
-        if not parameter.requires_grad and config.frozen_dtype == "bf16":
+        matrix = parameter.ndim > 1 and not any(part in exact for part in name.split("."))
+        if matrix and not parameter.requires_grad and config.frozen_dtype == "bf16":
             parameter.data = parameter.data.to(torch.bfloat16)
 
 

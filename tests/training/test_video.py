@@ -1,0 +1,182 @@
+"""The video script: it learns, resumes exactly, is the same with two processes, and trains every model class."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from conftest import ROOT, clean_env, run
+
+import dit
+from tests.dit.tiny import MODELS
+from tests.training.videos import write_video
+from training import trainer, video, video_models
+from training.config_io import dump_config, from_fields, load_config, merge
+from training.loop import read_metrics
+from training.video_config import VideoConfig
+
+# fmt: off
+SMALL: dict[str, Any] = {
+    "model": {"name": "HunyuanVideoTransformer3DModel", "zero_init": True, "kwargs": {
+        "in_channels": 3, "out_channels": 3, "num_attention_heads": 2, "attention_head_dim": 24, "num_layers": 1,
+        "num_single_layers": 2, "num_refiner_layers": 1, "mlp_ratio": 2.0, "patch_size": 4, "patch_size_t": 1,
+        "guidance_embeds": False, "text_embed_dim": 8, "pooled_projection_dim": 8, "rope_axes_dim": [8, 8, 8],
+    }},
+    "text": {"width": 8, "length": 5, "pooled_width": 8},
+    "data": {"name": "folder", "num_frames": 2, "size": [8, 8], "batch_size": 4, "eval_batch_size": 4, "val_clips": 3},
+    "optim": {"lr": 3e-3, "betas": [0.9, 0.99]},
+    "schedule": {"steps": 6},
+    "evaluation": {"sigmas": 4, "buckets": 2},
+    "sampling": {"count": 0},
+    "log_interval": 4, "profile": False, "cpu": True,
+}
+BLOCK = {"model": {"residual": "attnres", "attnres": {"num_blocks": 2, "query": "condition", "rank": 4}}}
+EVERYTHING = merge(BLOCK, {
+    "objective": {"text_dropout": 0.5, "shift": 3.0}, "schedule": {"steps": 30}, "grad_accumulation": 2,
+    "ema_decay": 0.99, "eval_interval": 10, "checkpoint_interval": 7, "data": {"hflip": 0.5},
+})
+# fmt: on
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two videos: 13 training clips of two frames an epoch each, about."""
+    root = tmp_path_factory.mktemp("videos")
+    for number, name in enumerate(("ant.mp4", "bee.mp4")):
+        write_video(root / name, 30 + number)
+    return root
+
+
+@pytest.fixture
+def small(folder: Path, tmp_path: Path) -> Any:
+    """Makes a config of a tiny video transformer, with changes put over it."""
+
+    def make(
+        changes: dict[str, Any] | None = None, name: str = "run", model: dict[str, Any] | None = None
+    ) -> VideoConfig:
+        fields = merge(SMALL, {"data": {"root": str(folder)}, "output_dir": str(tmp_path / name)})
+        fields = {**fields, "model": model or fields["model"]}
+        return from_fields(VideoConfig, merge(fields, changes or {}))
+
+    return make
+
+
+def losses(folder: Path) -> list[dict[str, Any]]:
+    """Everything in the metrics that must not depend on interruptions."""
+    return [{key: value for key, value in record.items() if key != "seconds"} for record in read_metrics(folder)]
+
+
+def test_the_loss_falls_well_below_that_of_the_untrained_model(small: Any, tmp_path: Path) -> None:
+    changes = {
+        **{"schedule": {"steps": 120}, "ema_decay": 0.9, "profile": True, "data": {"batch_size": 8}, **BLOCK},
+        "sampling": {"count": 3, "steps": 4, "guidance": 2.0, "frechet": 4},
+    }
+    config = small(changes)
+    result = video.train(config)
+    assert result["val_loss"] < 0.6 * result["val_loss_untrained"]
+    assert result["val_loss_raw"] != result["val_loss"]
+    assert [(bucket["low"], bucket["high"]) for bucket in result["buckets"]] == [(0.0, 0.5), (0.5, 1.0)]
+    assert sum(bucket["loss"] for bucket in result["buckets"]) / 2 == pytest.approx(result["val_loss"])
+    assert result["samples"]["captions"] == ["ant", "bee", "ant"]
+    for name in (result["samples"]["sheet"], result["samples"]["gif"], *result["samples"]["mp4"]):
+        assert (tmp_path / "run" / name).stat().st_size > 0
+    assert result["frechet"]["generated"] == 4
+    sigmas = [entry["sigma"] for entry in result["depth_weights_by_timestep"]]
+    assert sigmas == pytest.approx([0.125, 0.375, 0.625, 0.875])
+    assert result["depth_weights"] and result["gflops"] > 0
+    loaded = dit.models.AttnResHunyuanVideoTransformer3DModel.from_pretrained(tmp_path / "run" / "transformer")
+    task = video.VideoTask(config)
+    task.make_loader(trainer.loop.make_accelerator(config), 1)
+    assert task.grid_loss(loaded)["loss"] == pytest.approx(result["val_loss"], rel=1e-5)  # what is saved is the average
+
+
+def test_a_killed_run_continues_bit_for_bit(small: Any, tmp_path: Path) -> None:
+    """Killed in mid-epoch, with accumulation, caption dropout, mirroring and a moving average."""
+    video.train(small(EVERYTHING, "whole"))
+    dump_config(small(EVERYTHING, "cut"), tmp_path / "cut.yaml")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "training.video", "--config", str(tmp_path / "cut.yaml"), "--log_interval", "1"],
+        **{"cwd": ROOT, "env": clean_env(), "stderr": subprocess.DEVNULL, "stdout": subprocess.DEVNULL},
+    )
+    metrics = tmp_path / "cut" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text().count("train") >= 9):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert 9 <= losses(tmp_path / "cut")[-1]["step"] < 30
+    video.train(small(EVERYTHING, "cut"))
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    saved = [(tmp_path / n / "transformer/diffusion_pytorch_model.safetensors").read_bytes() for n in ("cut", "whole")]
+    assert saved[0] == saved[1]
+
+
+def test_two_processes_equal_one_at_the_same_global_batch(small: Any, tmp_path: Path) -> None:
+    changes = merge(EVERYTHING, {"schedule": {"steps": 8}, "eval_interval": 4})
+    dump_config(small(changes, "two"), tmp_path / "two.yaml")
+    done = run(
+        *("-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu", "--num_machines", 1),
+        *("--num_processes", 2, "--mixed_precision", "no", "--dynamo_backend", "no"),
+        *("training/video.py", "--config", tmp_path / "two.yaml"),
+        ACCELERATE_USE_CPU="true",
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    video.train(small(changes, "one"))
+    one, two = (losses(tmp_path / name) for name in ("one", "two"))
+    assert len(one) == len(two) == 10
+    for mine, theirs in zip(one, two, strict=True):
+        assert mine.pop("kind") == theirs.pop("kind")
+        assert mine == pytest.approx(theirs, rel=1e-5)
+    assert json.loads((tmp_path / "two" / "result.json").read_text())["processes"] == 2
+
+
+# fmt: off
+CLASSES: dict[str, dict[str, Any]] = {
+    "hunyuan-video": {"patch_size": 2},
+    "hunyuan-video-1.5": {},
+    "cogvideox": {"use_rotary_positional_embeddings": True, "attention_head_dim": 16},
+    "mochi": {},
+    "wan": {},
+    "ltx": {},
+}
+# fmt: on
+
+
+def tiny_model(name: str) -> dict[str, Any]:
+    """The tiny model of a class, for clips of three channels."""
+    cls, kwargs, _ = MODELS[name]
+    channels = {key: 3 for key in ("in_channels", "out_channels") if name != "mochi" or key == "in_channels"}
+    kwargs = {key: list(value) if isinstance(value, tuple) else value for key, value in kwargs.items()}
+    return {"name": cls, "kwargs": {**kwargs, **channels, **CLASSES[name]}}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("train", ["full", "depth+lora"])
+def test_every_model_class_trains(name: str, train: str, small: Any, tmp_path: Path) -> None:
+    if train != "full":
+        pytest.importorskip("peft")
+    lora = {"train": train, "frozen_dtype": "bf16"} if train != "full" else {}
+    changes = {
+        **{"schedule": {"steps": 2}, "ema_decay": 0.9, "mixed_precision": "bf16" if lora else "no"},
+        **{"objective": {"kind": "v" if name == "cogvideox" else "flow"}, "sampling": {"count": 1, "steps": 2}},
+        **{"model": {**BLOCK["model"], **lora, "grad_checkpointing": True}, "data": {"num_frames": 4}},
+    }
+    result = video.train(small(changes, model=tiny_model(name)))
+    assert all(torch.isfinite(torch.tensor([result["val_loss"], result["train_loss"]])))
+    assert result["depth_weights"] == []  # profile is off
+    need = result["memory_need"]
+    assert (need["gradients"] > 0.9 * need["parameters"]) == (train == "full")
+    if train != "full":
+        depth = safetensors.torch.load_file(tmp_path / "run" / "attnres.safetensors")
+        assert depth and all(".depth" in key for key in depth)
+        assert list((tmp_path / "run" / "lora").iterdir())
+        assert not (tmp_path / "run" / "transformer").exists()
