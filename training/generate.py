@@ -136,6 +136,10 @@ def write_gif(path: Path, frames: np.ndarray, fps: float) -> None:
 
 def _animate(path: Path, frames: np.ndarray, fps: float) -> None:
     palette = Image.fromarray(frames.reshape(-1, *frames.shape[2:])).quantize(256)
+    colours = np.array(palette.getpalette()).reshape(-1, 3)
+    for exact in (0, 255):  # letters and paper stay black and white: the nearest colour gives way
+        colours[np.abs(colours - exact).sum(1).argmin()] = exact
+    palette.putpalette(colours.flatten().tolist())
     pictures = [Image.fromarray(frame).quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
     duration = max(20, round(1000 / fps))  # ms; browsers slow down what is faster
     pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=duration, loop=0)
@@ -162,22 +166,23 @@ def write_sheet(path: Path, rows: Sequence[Row], title: str = "") -> None:
 def write_grid_gif(path: Path, rows: Sequence[tuple[str, Sequence[Row]]], fps: float) -> None:
     """One animation of several clips: a row each of (label, clips), the clips' own labels above the first row."""
     clips = [frames for _, cells in rows for _, frames in cells]
-    count, side = max(len(frames) for frames in clips), max(1, 96 // min(clips[0].shape[1:3]))
+    count, side = max(len(frames) for frames in clips), max(1, 120 // min(clips[0].shape[1:3]))
     height, width = clips[0].shape[1] * side, clips[0].shape[2] * side
-    heads = [label for label, _ in rows[0][1]]
-    left, top = max(_text_width(label) for label, _ in rows) + 3 * _GAP, 18
-    columns = [max(width, _text_width(head)) + 2 * _GAP for head in heads]
-    canvas = Image.new("RGB", (left + sum(columns), top + len(rows) * (height + 2 * _GAP)), "white")
+    heads = [_wrapped(label, width) for label, _ in rows[0][1]]
+    left, top = max(_text_width(label) for label, _ in rows) + 3 * _GAP, 4 + 14 * max(map(len, heads))
+    step = width + 4 * _GAP
+    canvas = Image.new("RGB", (left + len(heads) * step, top + len(rows) * (height + 2 * _GAP)), "white")
     draw = ImageDraw.Draw(canvas)
     for column, head in enumerate(heads):
-        draw.text((left + sum(columns[:column]), _GAP), head, fill="black", font=_font())
+        for number, line in enumerate(head):
+            draw.text((left + column * step, 14 * number), line, fill="black", font=_font())
     for row, (label, _) in enumerate(rows):
         draw.text((_GAP, top + row * (height + 2 * _GAP) + height // 2 - 6), label, fill="black", font=_font())
     frames = np.repeat(np.asarray(canvas)[None], count, axis=0)
     for row, (_, cells) in enumerate(rows):
         for column, (_, clip) in enumerate(cells):
             large = _times(clip, side)
-            y, x = top + row * (height + 2 * _GAP), left + sum(columns[:column])
+            y, x = top + row * (height + 2 * _GAP), left + column * step
             for index in range(count):  # a shorter clip begins again
                 frames[index, y : y + height, x : x + width] = large[index % len(large)]
     _animate(path, frames, fps)
@@ -281,6 +286,15 @@ def _generator(*numbers: int) -> torch.Generator:
 
 def _font() -> Any:
     return ImageFont.load_default(12)
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """The words of a caption in lines that fit, as far as single words do; at most three lines."""
+    lines = [""]
+    for word in text.split():
+        longer = f"{lines[-1]} {word}".strip()
+        lines = [*lines[:-1], longer] if not lines[-1] or _text_width(longer) <= width else [*lines, word]
+    return lines if len(lines) <= 3 else [*lines[:2], f"{lines[2]} ..."]
 
 
 def _text_width(text: str) -> int:

@@ -79,7 +79,7 @@ def differences(
                 axis.plot(seeds, np.full(len(seeds), row), "o", color=palette[name], markersize=4, alpha=0.6, mew=0)
                 axis.plot([seeds.mean()] * 2, [row - 0.28, row + 0.28], color=palette[name], linewidth=2)
             axis.set_xlabel(title)
-            axis.xaxis.set_major_locator(MaxNLocator(4))
+            axis.xaxis.set_major_locator(MaxNLocator(3))
             axis.set_yticks(range(len(names)), names)
             axis.set_ylim(len(names) - 0.5, -0.5)
             axis.tick_params(axis="y", length=0)
@@ -186,11 +186,13 @@ def _place(axis: Axes) -> Any:
 
 
 def log_scale(axis: Axes) -> None:
-    """A logarithmic y axis with plain numbers; on less than a decade and a half also at 2 and 5."""
+    """A logarithmic y axis with plain numbers; on less than a decade and a half also at 2 and 5, on a third at all."""
     axis.set_yscale("log")
-    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    plain = FuncFormatter(lambda value, _: f"{value:g}")
+    axis.yaxis.set_major_formatter(plain)
     low, high = axis.get_ylim()
-    axis.yaxis.set_minor_formatter(FuncFormatter(_two_and_five) if high / low < 30 else NullFormatter())
+    between = plain if high / low < 3 else FuncFormatter(_two_and_five) if high / low < 30 else NullFormatter()
+    axis.yaxis.set_minor_formatter(between)
     axis.tick_params(axis="y", which="minor", labelsize=7)
 
 

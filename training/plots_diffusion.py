@@ -36,7 +36,6 @@ def buckets(
         for name, loss in losses.items():
             axes[0].plot(x, loss.mean(0), color=palette[name], marker="o", markersize=3)
             axes[0].fill_between(x, loss.min(0), loss.max(0), color=palette[name], alpha=0.15, linewidth=0)
-        log_scale(axes[0])
         axes[0].set_ylabel("validation loss")
         if differences:
             axes[1].axhline(0, color="0.6", linewidth=0.8, zorder=0)
@@ -93,26 +92,34 @@ def weight_maps(
         maps: stream to (sigma, readers) pairs, readers as `diagnostics.depth_weights` gives them.
     """
     columns = len(next(iter(maps.values())))
-    heights = [0.5 + 0.135 * len(of_stream[0][1]) for of_stream in maps.values()]
+    heights = [0.135 * len(of_stream[0][1]) for of_stream in maps.values()]
     sources = max(len(row["sources"]) for of_stream in maps.values() for row in of_stream[0][1])
     with rc_context(STYLE):
-        width = max(1.3 + columns * (0.25 + 0.2 * sources), 5.0)
-        figure = Figure(figsize=(width, 1.5 + sum(heights)), layout="constrained")
+        width = 2.6 + columns * max(1.0, 0.15 + 0.17 * sources)
+        figure = Figure(figsize=(width, max(2.4, 1.3 + 0.2 * len(maps) + sum(heights))), layout="constrained")
         figure.suptitle(title, fontsize=10, x=0.01, ha="left")
         axes = figure.subplots(len(maps), columns, squeeze=False, gridspec_kw={"height_ratios": heights})
         for row, (stream, of_stream) in enumerate(maps.items()):
             for column, (sigma, readers) in enumerate(of_stream):
                 axis = axes[row, column]
                 picture = heat_map(axis, readers)
-                level = rf"$\sigma$ = {sigma:g}"
-                axis.set_title(f"{stream}, {level}" if column == 0 and stream else level)
                 axis.tick_params(labelsize=6)
                 if column:
                     axis.set_yticklabels([])
+                else:
+                    axis.set_yticks(range(len(readers)), [_without(stream, found["reader"]) for found in readers])
+                    axis.set_ylabel(f"{stream} stream" if stream else "reader")
+                if row == 0:
+                    axis.set_title(rf"$\sigma$ = {sigma:.2g}")
                 if row < len(maps) - 1:
                     axis.set_xticklabels([])
         heat_map_bar(figure, picture, axes)
         figure.savefig(path)
+
+
+def _without(stream: str, reader: str) -> str:
+    """A reader's name without what the figure already says."""
+    return reader.removesuffix(f" ({stream})").removeprefix("transformer_blocks.").replace("transformer_blocks.", "")
 
 
 def sweep(path: Path, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -137,7 +144,7 @@ def sweep(path: Path, groups: Sequence[Mapping[str, Any]]) -> None:
         for axis in axes.flat[len(groups) :]:
             axis.set_visible(False)
         low, high = axes[0, 0].get_ylim()
-        if high / low > 1.5:
+        if high / low > 2.5:
             log_scale(axes[0, 0])
         figure.savefig(path)
 

@@ -32,10 +32,13 @@ def write(
     speed: dict[str, dict[str, float]],
 ) -> str:
     """Write all three files; returns the table of variants as text."""
-    summary = {"name": name, **summarise(results, baseline, failures, speed), "sweep": sweep(results, baseline)}
+    groups = sweep(results, baseline)
+    # where the baseline has been swept, too, its best setting is what all others are compared with
+    reference = groups[0]["best"]["variant"] if groups else baseline
+    summary = {"name": name, **summarise(results, reference, failures, speed), "sweep": groups}
     write_json(output_dir / "summary.json", summary)
     # a sweep has too many variants for plots of all: the best of each kind
-    shown = [group["best"]["variant"] for group in summary["sweep"]] or list(summary["variants"])
+    shown = [group["best"]["variant"] for group in groups] or list(summary["variants"])
     chosen = {name: at_rate(results, name, summary["variants"][name]["best_learning_rate"]) for name in shown}
     folder = output_dir / "plots"
     shutil.rmtree(folder, ignore_errors=True)

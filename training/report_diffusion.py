@@ -50,8 +50,8 @@ def sample_blocks(folder: Path, chosen: Mapping[str, Sequence[Result]]) -> list[
         f"{samples['seed']}); what is real is a clip of the data with that caption, not a target."
     )
     blocks.append(Block("plot", text, path=folder / "samples.gif"))
-    for number, index in enumerate({captions[i]: i for i in reversed(shown)}.values()):
-        caption = captions[index]
+    for number, caption in enumerate(dict.fromkeys(captions[i] for i in shown)):
+        index = captions.index(caption)
         sheet = [("real", real[caption])] if caption in real else []
         sheet += [(variant, of_variant[index]) for variant, of_variant in clips.items()]
         path = folder / f"samples_{number}.png"

@@ -38,13 +38,14 @@ def sweep(results: Sequence[Result], baseline: str) -> list[dict[str, Any]]:
     if max(len({variant for variant, _ in members}) for members in groups) < _LEAST:
         return []
     groups = sorted(groups, key=lambda members: all(variant != baseline for variant, _ in members))
+    if all(variant != baseline for variant, _ in groups[0]):
+        return []  # every run of the baseline failed: nothing to compare with
     found = [_entry(members, axes, kinds, varying, runs) for members in groups]
-    first, base = found[0]["best"], groups[0]
-    if any(variant == baseline for variant, _ in base):
-        for entry in found[1:]:
-            best = entry["best"]
-            pair = runs[best["variant"], best["lr"]], runs[first["variant"], first["lr"]]
-            entry["difference"] = paired(*pair, lambda result: result["val_loss"])
+    first = found[0]["best"]
+    for entry in found[1:]:
+        best = entry["best"]
+        pair = runs[best["variant"], best["lr"]], runs[first["variant"], first["lr"]]
+        entry["difference"] = paired(*pair, lambda result: result["val_loss"])
     return found
 
 
@@ -92,7 +93,11 @@ def _entry(
         for setting in members
     ]
     best = min(settings, key=lambda setting: setting["val_loss"]["mean"])
-    label = ", ".join(filter(None, (_word(name, varying[name][members[0]]) for name in kinds))) or members[0][0]
+    # what all kinds that have a field agree on ("mode: block") tells none of them apart
+    telling = [
+        name for name in kinds if len({repr(value) for value in varying[name].values() if value is not None}) > 1
+    ]
+    label = ", ".join(filter(None, (_word(name, varying[name][members[0]]) for name in telling))) or members[0][0]
     return {"label": label, "axes": inside, "settings": settings, "best": best, "difference": None}
 
 

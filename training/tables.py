@@ -108,8 +108,8 @@ def multiplier_table(summary: dict[str, Any]) -> list[list[str]]:
 def conclusions(summary: dict[str, Any]) -> list[str]:
     """What the seeds support, in words. Nothing beyond signs, means and spreads: a few seeds carry no more."""
     sentences = []
-    baseline = summary["baseline"]
-    for name, entry in summary["variants"].items():
+    baseline, groups = summary["baseline"], summary.get("sweep") or []
+    for name, entry in summary["variants"].items() if not groups else ():  # of a sweep: the best of each kind, below
         difference = (entry.get("difference") or {}).get("val_loss")
         if not difference:
             continue
@@ -146,11 +146,11 @@ def conclusions(summary: dict[str, Any]) -> list[str]:
                 f"{max(map(abs, values)):.4f} in validation loss) are what rounding alone does to a run of this "
                 "length; a difference of that size means nothing."
             )
-    sentences += _sweep_sentences(summary.get("sweep") or [])
-    if summary.get("sweep") or any(len(entry.get("learning_rates", ())) > 1 for entry in summary["variants"].values()):
-        what = "kind of model stands with its best setting" if summary.get("sweep") else ""
+    sentences += _sweep_sentences(groups)
+    if groups or any(len(entry.get("learning_rates", ())) > 1 for entry in summary["variants"].values()):
+        what = "kind of model stands with its best setting" if groups else "variant stands with its best learning rate"
         sentences.append(
-            f"Each {what or 'variant stands with its best learning rate'}, picked by the same validation losses that "
+            f"Each {what}, picked by the same validation losses that "
             "are compared here, so all of them look a little better than on new data."
         )
     sentences.append(
@@ -182,7 +182,7 @@ def _sweep_sentences(groups: Sequence[dict[str, Any]]) -> list[str]:
         )
     budgets = {len(group["settings"]) for group in groups}
     if len(budgets) > 1:
-        counted = ", ".join(f"{group['label']} {len(group['settings'])}" for group in groups)
+        counted = "; ".join(f"{group['label']}: {len(group['settings'])}" for group in groups)
         sentences.append(
             f"The kinds were not given equal numbers of settings ({counted}): more tries find a lower minimum even "
             "where nothing is better."
@@ -247,7 +247,8 @@ def _video_notes(entries: Sequence[dict[str, Any]]) -> list[str]:
         found.append(f"Before training: {min(untrained):.4f}" + _to(untrained) + ".")
     extractors = {entry["frechet_extractor"] for entry in entries if entry.get("frechet_extractor")}
     if extractors:
-        found.append(f"Fréchet distance: {'; '.join(sorted(extractors))}.")
+        text = "it is larger for fewer clips, so read it between the variants of this table only"
+        found.append(f"Fréchet distance: {'; '.join(sorted(extractors))}; {text}.")
     return found
 
 
