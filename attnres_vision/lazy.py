@@ -1,8 +1,8 @@
-"""LazyRead: a read that waits for the LayerNorm that takes it, so that both are one operation.
+"""LazyRead: a read that waits for the LayerNorm or RMSNorm that takes it, so that both are one operation.
 
 A LayerNorm saves its input for backward: one more copy of the hidden states per sublayer, beside the sources. Read and
 norm as one operator save the sources alone and mix the hidden states again. The norm stays the host's own module: it is
-called with this object and hands it to `F.layer_norm`, which asks `__torch_function__`.
+called with this object and hands it to `F.layer_norm` or `F.rms_norm`, which ask `__torch_function__`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import timm.layers
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnres_vision.ops import decomposed, eager
+from attnres_vision.ops import Norm, decomposed, dispatch, operator
 from attnres_vision.ops.reference import autocast_enabled, promoted_dtype
 
 
 class LazyRead:
-    """The arguments of one depth attention. Everything except `F.layer_norm` sees the tensor it stands for."""
+    """The arguments of one depth attention. Everything but these norms sees the tensor it stands for."""
 
     def __init__(self, sources: Sequence[Tensor], query: Tensor, **options: Any) -> None:
         self._sources, self._query, self._options = sources, query, options
@@ -28,23 +28,34 @@ class LazyRead:
     def tensor(self) -> Tensor:
         """The hidden states (..., D), computed once."""
         if self._tensor is None:
-            read = eager.depth_attention(self._sources, self._query, **self._options)
-            assert isinstance(read, Tensor)
-            self._tensor = read
+            self._tensor = operator.depth_attention(self._sources, self._query, kernel=self._kernel(), **self._options)
         return self._tensor
 
     def layer_norm(
         self, shape: Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
     ) -> Tensor:
         """`F.layer_norm(self, ...)`, fused where one dtype and the width allow it."""
-        width, dtype = self._sources[0].shape[-1], self._sources[0].dtype
-        operands = [*self._sources, *(parameter for parameter in (weight, bias) if parameter is not None)]
-        one_dtype = all(operand.dtype == dtype for operand in operands)
-        if tuple(shape) != (width,) or not one_dtype or autocast_enabled(self._sources[0].device.type):
+        if tuple(shape) != self._sources[0].shape[-1:] or not self._same_result(weight, bias):
             return F.layer_norm(self.tensor(), list(shape), weight, bias, eps)
-        normed = eager.depth_attention(self._sources, self._query, layer_norm=(weight, bias, eps), **self._options)
-        assert isinstance(normed, Tensor)
-        return normed
+        return self._normed(Norm("layer", eps, weight, bias))
+
+    def rms_norm(self, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+        """`F.rms_norm(self, ...)`, likewise."""
+        if tuple(shape) != self._sources[0].shape[-1:] or eps is None or not self._same_result(weight):
+            return F.rms_norm(self.tensor(), list(shape), weight, eps)
+        return self._normed(Norm("rms", eps, weight))
+
+    def _same_result(self, *parameters: Tensor | None) -> bool:
+        """Whether the fused norm returns what PyTorch's would, dtype and all: one dtype, no autocast."""
+        operands = [*self._sources, *(parameter for parameter in parameters if parameter is not None)]
+        one_dtype = all(operand.dtype == self._sources[0].dtype for operand in operands)
+        return one_dtype and not autocast_enabled(self._sources[0].device.type)
+
+    def _normed(self, norm: Norm) -> Tensor:
+        return operator.depth_attention(self._sources, self._query, norm=norm, kernel=self._kernel(), **self._options)
+
+    def _kernel(self) -> str:
+        return dispatch.choose(self._sources, self._options.get("heads", 1))
 
     # What adaLN modules ask of their input before they norm it
     dtype = property(lambda self: promoted_dtype(self._sources))
@@ -56,8 +67,8 @@ class LazyRead:
         cls, func: Callable, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.layer_norm and isinstance(args[0], LazyRead):
-            return args[0].layer_norm(*args[1:], **kwargs)
+        if func in _NORMS and isinstance(args[0], LazyRead):
+            return getattr(args[0], func.__name__)(*args[1:], **kwargs)
 
         def tensor(value: Any) -> Any:
             return value.tensor() if isinstance(value, LazyRead) else value
@@ -70,8 +81,13 @@ class LazyRead:
         return getattr(self.tensor(), name)
 
 
-# These hand their argument to F.layer_norm and do nothing else with it; a subclass of one's own may do anything.
-_FORWARDS = (nn.LayerNorm.forward, timm.layers.LayerNorm.forward)
+_NORMS = (F.layer_norm, F.rms_norm)
+# These hand their argument to one of the two and do nothing else with it; a subclass of one's own may do anything.
+_FORWARDS = (
+    nn.LayerNorm.forward,
+    nn.RMSNorm.forward,
+    timm.layers.LayerNorm.forward,
+)
 # Forwards of modules that only hand their first argument to a LayerNorm of theirs, and its name: adaLN modules (dit).
 WRAPPERS: dict[Callable, str] = {}
 

@@ -22,7 +22,7 @@ import torch._inductor.config
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnres_vision.ops import decomposed, eager, reference
+from attnres_vision.ops import decomposed, operator, reference
 
 Read = Callable[[Sequence[Tensor], Tensor], Tensor]
 
@@ -45,7 +45,7 @@ def implementations() -> dict[str, Read]:
     return {
         "snippet": snippet,
         "reference": reference.depth_attention,
-        "eager": eager.depth_attention,
+        "eager": operator.depth_attention,
         "compiled": torch.compile(decomposed.depth_attention, fullgraph=True, dynamic=False),
     }
 

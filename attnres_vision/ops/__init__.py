@@ -1,19 +1,22 @@
 """Depth attention: the one operator that every model of this library shares.
 
-`reference` is the specification, `eager` what runs on a CPU, `decomposed` what `torch.compile`, `torch.export`,
-`torch.func` and forward-mode AD see.
-All have the signature of `depth_attention` below; only `depth_attention` checks its arguments.
+`reference` is the specification. `eager` computes it with PyTorch, `triton` with GPU kernels, both behind one custom
+operator (operator.py); `decomposed` is what `torch.compile` on a CPU, `torch.export`, `torch.func` and forward-mode AD
+see. All compute what `depth_attention` below documents; only `depth_attention` checks its arguments.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from attnres_vision.ops import decomposed, eager, reference
+from attnres_vision.ops import decomposed, dispatch, operator, reference
+from attnres_vision.ops.dispatch import backend
+from attnres_vision.ops.norms import Norm
 
-__all__ = ["decomposed", "depth_attention", "eager", "reference"]
+__all__ = ["Norm", "backend", "decomposed", "depth_attention", "operator", "reference"]
 
 FORMS = ("sum", "mean")
 
@@ -26,11 +29,16 @@ def depth_attention(
     scale: float = 1.0,
     form: str = "sum",
     heads: int = 1,
+    add: Tensor | None = None,
+    norm: Norm | nn.LayerNorm | nn.RMSNorm | None = None,
     return_weights: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """Softmax attention of one query over the outputs of earlier layers (arXiv 2603.15031, Eq. 1 to 6).
 
         k_i = RMSNorm(v_i),   a_i = softmax_i(scale * q . k_i),   h = n * sum_i a_i v_i
+
+    What stands before and behind a read in a transformer can be part of it: the sum that makes the newest source, and
+    the norm that reads h. On a GPU all of it is one kernel (see `backend`).
 
     Args:
         sources: the n earlier outputs v_i, each (..., D), never stacked. Their dtypes may differ.
@@ -40,24 +48,46 @@ def depth_attention(
         scale: factor on the scores.
         form: "sum" (n times the weighted mean: zero query gives the plain sum) or "mean" (the paper's formula).
         heads: number of slices of D that each have their own softmax; keys are normalised over the whole D.
+        add: (..., D), added to the last source before anything else: the output of the layer in front of this read,
+            where the last source is the partial sum of its block.
+        norm: the norm that h goes through, a `Norm` (which may have adaLN's scale and shift per sample) or the module.
         return_weights: also return the weights a_i.
 
     Returns:
-        h of shape (..., D) in the promoted dtype of the sources; scores, softmax and sum are computed in fp32 (fp64 for
-        fp64 sources). With `return_weights`, also the weights (n, ..., heads) in fp32 (fp64).
+        h of shape (..., D), or its norm, in the promoted dtype of the sources; scores, softmax and sum are computed in
+        fp32 (fp64 for fp64 sources). With `add`, also the new last source (..., D). With `return_weights`, also the
+        weights (n, ..., heads) in fp32 (fp64). Several results are a tuple in this order.
 
     Raises:
         ValueError: no sources, misfit shapes or devices, heads that do not divide D, an unknown form, a negative eps.
         TypeError: an argument that is not a floating-point tensor, or not a number.
     """
-    _check(sources, query, eps, scale, form, heads)
-    implementation = decomposed if decomposed.is_needed() else eager
-    return implementation.depth_attention(
-        sources, query, eps=eps, scale=scale, form=form, heads=heads, return_weights=return_weights
-    )
+    norm = norm if norm is None or isinstance(norm, Norm) else Norm.of(norm)
+    _check(sources, query, eps, scale, form, heads, add, norm)
+    kernel = dispatch.choose(sources, heads)
+    options: dict[str, Any] = {"eps": eps, "scale": scale, "form": form, "heads": heads}
+    if not decomposed.is_needed(kernel):
+        return operator.depth_attention(
+            sources, query, add=add, norm=norm, return_weights=return_weights, kernel=kernel, **options
+        )
+    if add is not None:
+        sources = [*sources[:-1], sources[-1] + add]
+    out, weights = decomposed.depth_attention(sources, query, return_weights=True, **options)
+    out = out if norm is None else norm.apply(out)
+    results = (out, *([sources[-1]] if add is not None else []), *([weights] if return_weights else []))
+    return results if len(results) > 1 else out
 
 
-def _check(sources: Sequence[Tensor], query: Tensor, eps: float, scale: float, form: str, heads: int) -> None:
+def _check(
+    sources: Sequence[Tensor],
+    query: Tensor,
+    eps: float,
+    scale: float,
+    form: str,
+    heads: int,
+    add: Tensor | None,
+    norm: Norm | None,
+) -> None:
     """Raise for whatever `depth_attention` cannot compute. It runs at every read, so it only looks at metadata."""
     if not isinstance(sources, (list, tuple)) and not isinstance(sources, Sequence):
         raise TypeError(
@@ -98,6 +128,16 @@ def _check(sources: Sequence[Tensor], query: Tensor, eps: float, scale: float, f
         raise TypeError(f"eps and scale must be numbers, got {_describe(eps)} and {_describe(scale)}")
     if not eps >= 0:
         raise ValueError(f"eps must be zero or positive, got {eps}")
+    if add is not None:
+        if not isinstance(add, Tensor) or not add.is_floating_point():
+            raise TypeError(f"add must be a floating-point tensor, got {_describe(add)}")
+        if add.shape != shape or add.device != device:
+            raise ValueError(
+                f"add must have the shape of the sources, {_shape(shape)} on {device}, got {_shape(add.shape)} on "
+                f"{add.device}"
+            )
+    if norm is not None:
+        norm.check(first)
 
 
 def _shape(size: Sequence[int]) -> str:

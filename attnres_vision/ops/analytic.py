@@ -1,4 +1,4 @@
-"""What the custom operator (eager.py) computes: depth attention and its gradient, written out.
+"""What the eager operator computes (eager.py): depth attention and its gradient, written out.
 
 With r_i = 1 / rms(v_i), s_i = scale * r_i * (q . v_i), a = softmax(s) and f = n ("sum") or 1 ("mean"), from
 arXiv 2603.15031, Eq. 1 to 6:
@@ -8,6 +8,9 @@ arXiv 2603.15031, Eq. 1 to 6:
                ds_i = a_i * (p_i - sum_j a_j p_j)
                dv_i = f a_i dh + scale r_i ds_i q - (r_i^2 / D) (ds_i . s_i) v_i
                dq   = scale * sum_i r_i ds_i v_i
+
+A read may continue an earlier one of other sources (`mixed`, their weighted mean, and `lse`, the log-sum-exp of their
+scores): that is one more source, whose score is `lse`.
 
 Nothing is stacked, and a backward pass needs only the sources, the query and three numbers per source, token and depth
 head (a, s, r): h itself can be had again from `mix`.
@@ -25,10 +28,18 @@ from attnres_vision.ops.reference import compute_dtype, no_autocast, promoted_dt
 
 
 def read_forward(
-    sources: Sequence[Tensor], query: Tensor, eps: float, scale: float, factor: float, heads: int
+    sources: Sequence[Tensor],
+    query: Tensor,
+    eps: float,
+    scale: float,
+    factor: float,
+    heads: int,
+    mixed: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(h, weights a, scores s, 1/rms r): (..., D), (n, ..., heads), (n, ..., heads), (n, ...)."""
-    dtype = compute_dtype(promoted_dtype(sources))
+    out_dtype = promoted_dtype(sources if mixed is None else [*sources, mixed])
+    dtype = compute_dtype(out_dtype)
     shape = sources[0].shape
     values = [_rows(source) for source in sources]
     num_samples, num_tokens, width = values[0].shape
@@ -50,23 +61,28 @@ def read_forward(
                 _row_dot(value, query, scratch=out, result=score)
         inv_rms.square_().div_(width).add_(eps).rsqrt_()
         scores.mul_(inv_rms.unsqueeze(-1)).mul_(scale)
-        weights = scores.softmax(0)
-        _mix_into(out, values, weights, factor)
+        if mixed is None or lse is None:
+            weights = scores.softmax(0)
+            _mix_into(out, values, weights, factor)
+        else:
+            weights = torch.cat([scores, lse.view(1, *scores.shape[1:])]).softmax(0)[:-1]
+            _mix_into(out, values, weights, factor, _rows(mixed))
     stats = (len(sources), *shape[:-1])
-    out = out.view(shape).to(promoted_dtype(sources))
+    out = out.view(shape).to(out_dtype)
     return out, weights.view(*stats, heads), scores.view(*stats, heads), inv_rms.view(stats)
 
 
-def mix(sources: Sequence[Tensor], weights: Tensor, factor: float) -> Tensor:
+def mix(sources: Sequence[Tensor], weights: Tensor, factor: float, mixed: Tensor | None = None) -> Tensor:
     """h = factor * sum_i a_i v_i once more, from the weights (n, ..., heads): the same bits as `read_forward`."""
     values = [_rows(source) for source in sources]
     out = weights.new_empty(values[0].shape)
     with no_autocast(out.device.type):
-        _mix_into(out, values, weights.view(len(values), *out.shape[:-1], weights.shape[-1]), factor)
-    return out.view(sources[0].shape).to(promoted_dtype(sources))
+        rows = None if mixed is None else _rows(mixed)
+        _mix_into(out, values, weights.view(len(values), *out.shape[:-1], weights.shape[-1]), factor, rows)
+    return out.view(sources[0].shape).to(promoted_dtype(sources if mixed is None else [*sources, mixed]))
 
 
-def _mix_into(out: Tensor, values: list[Tensor], weights: Tensor, factor: float) -> None:
+def _mix_into(out: Tensor, values: list[Tensor], weights: Tensor, factor: float, earlier: Tensor | None = None) -> None:
     heads = weights.shape[-1]
     mixed = _by_head(out, heads)
     # Backwards: the last source is still in the cache.
@@ -76,6 +92,8 @@ def _mix_into(out: Tensor, values: list[Tensor], weights: Tensor, factor: float)
             torch.mul(value, weight, out=mixed)
         else:
             mixed.addcmul_(value, weight)
+    if earlier is not None:
+        mixed.addcmul_(earlier.to(out.dtype), factor * (1 - weights.sum(0)))
 
 
 def read_backward(
@@ -90,8 +108,9 @@ def read_backward(
     factor: float,
     needs_grad: Sequence[bool],
     gradients: Sequence[SourceGradient | None],
+    mixed: Tensor | None = None,
 ) -> list[Tensor | None]:
-    """Gradients of the sources and then of the query, None where `needs_grad` has no mark.
+    """Gradients of the sources, the query, `mixed` and `lse`, None where `needs_grad` has no mark or nothing was given.
 
     The gradient of a source with an entry in `gradients` is added there, and None in the result.
     """
@@ -123,7 +142,16 @@ def read_backward(
             products.mul_(factor)
         if grad_weights is not None:
             products.add_(grad_weights.view(weights.shape))
-        grad_scores = weights * (products - (weights * products).sum(0))
+        average = (weights * products).sum(0)
+        mixed_grad = lse_grad = None
+        if mixed is not None and grad_out is not None:  # one more source, of which only the score counts
+            left_over = 1 - weights.sum(0)
+            product = torch.empty_like(average)
+            _row_dot(_rows(mixed).to(dtype), grad_out, scratch=scratch, result=product)
+            average += left_over * factor * product
+            mixed_grad = (factor * left_over * grad_out).to(mixed.dtype).view(mixed.shape)
+            lse_grad = (left_over * (factor * product - average)).view(mixed.shape[:-1])
+        grad_scores = weights * (products - average)
         norm_term = (grad_scores * scores).sum(-1, keepdim=True).mul_(inv_rms.square()).div_(-width)
         query_term = (grad_scores * inv_rms).mul_(scale)
         value_terms, query_terms = _per_head(weights * factor), _per_head(query_term)
@@ -152,7 +180,7 @@ def read_backward(
                 if result.dtype != dtype:
                     result.copy_(scratch)
     query_grad = None if grad_query is None else grad_query.reshape(query.shape).to(query.dtype)
-    return [*(grads.get(i) for i in range(num_sources)), query_grad]
+    return [*(grads.get(i) for i in range(num_sources)), query_grad, mixed_grad, lse_grad]
 
 
 def _add_query_grad(grad_query: Tensor, value: Tensor, query_term: Tensor, shared: bool, scratch: Tensor) -> None:

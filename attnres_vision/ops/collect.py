@@ -3,8 +3,9 @@
 A finished block is read by every layer behind it. Left to autograd, each of these reads writes a gradient of the whole
 source and autograd adds them up. Here the source enters the stream through an identity node with a `SourceGradient`;
 a reader's backward adds its term `f a_i dh` there, in place and in fp32, and leaves per-token factors of the two terms
-that can wait (the query's and the key norm's), which are applied once per source when the identity node runs. Autograd
-runs it after all readers, whatever the graph, since every reader still has its edge to it.
+that can wait (the query's and the key norm's), which are applied once per source when the identity node runs. (A GPU
+kernel has all three terms at hand and adds them at once.) Autograd runs that node after all readers, whatever the
+graph, since every reader still has its edge to it.
 
 What autograd sees is the same gradient. Only a hook or `retain_grad` on the collected tensor itself would see less: put
 it on the tensor before `collect`. And one graph (`retain_graph=True`) must not be walked by two threads at once.
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from attnres_vision.ops import decomposed
-from attnres_vision.ops.reference import no_autocast
+from attnres_vision.ops.reference import compute_dtype, no_autocast
 
 
 class SourceGradient:
@@ -42,17 +43,28 @@ class SourceGradient:
             upstream_term: its factor for every token and head, one dimension of size 1 at the end.
             norm_term: (B, T, 1) factor of the source itself.
         """
+        self._begin()
+        if self._direct is None:
+            # The product would take on the strides of a transposed gradient, and `take` needs rows
+            self._direct = (upstream * upstream_term).contiguous()
+        else:
+            self._direct.view(upstream.shape).addcmul_(upstream, upstream_term)
+        self._norm = norm_term.clone() if self._norm is None else self._norm.add_(norm_term)
+        return self._direct.view(upstream.shape)
+
+    def accumulator(self, source: Tensor) -> Tensor:
+        """The sum itself, contiguous and in fp32, for a kernel that adds the whole of its term to it."""
+        self._begin()
+        if self._direct is None:
+            dtype = compute_dtype(source.dtype)
+            self._direct = torch.zeros_like(source, dtype=dtype, memory_format=torch.contiguous_format)
+        return self._direct
+
+    def _begin(self) -> None:
         task = torch._C._current_graph_task_id()
         if task != self._task:  # what a backward pass for other inputs, or one that failed, has left behind
             self._clear()
             self._task = task
-        if self._direct is None or self._norm is None:
-            # The product would take on the strides of a transposed gradient, and `take` needs rows
-            self._direct, self._norm = (upstream * upstream_term).contiguous(), norm_term.clone()
-        else:
-            self._direct.addcmul_(upstream, upstream_term)
-            self._norm.add_(norm_term)
-        return self._direct
 
     def add_query(self, query_term: Tensor, query: Tensor) -> None:
         """Add `query_term @ query` later: (B, T, 1) factors of a query (1 or B, 1, D)."""
@@ -62,10 +74,11 @@ class SourceGradient:
     def take(self, source: Tensor) -> Tensor | None:
         """The gradient, in the shape and dtype of the source; None if no reader has run in this backward pass."""
         norm, total = self._norm, self._direct
-        if norm is None or total is None or self._task != torch._C._current_graph_task_id():
+        if total is None or self._task != torch._C._current_graph_task_id():
             return None
-        total = total.view(*norm.shape[:-1], source.shape[-1])
-        total.addcmul_(source.reshape(total.shape).to(total.dtype), norm)
+        if norm is not None:
+            total = total.view(*norm.shape[:-1], source.shape[-1])
+            total.addcmul_(source.reshape(total.shape).to(total.dtype), norm)
         if self._queries:
             terms, queries = torch.cat(self._query_terms, -1), torch.cat(self._queries, 1)
             if queries.shape[0] == 1:

@@ -18,16 +18,14 @@ from attnres_vision.ops.reference import align_query, compute_dtype, promoted_dt
 __all__ = ["depth_attention", "is_needed"]
 
 
-def is_needed() -> bool:
+def is_needed(kernel: str = "eager") -> bool:
     """Whether PyTorch traces or transforms what runs now: compile, export, torch.func, forward-mode AD.
 
-    A custom operator has no rules for these, and forward-mode AD would lose its tangents without a word.
+    A custom operator has no rules for the last two, and forward-mode AD would lose its tangents without a word. A
+    compiler takes it as it is, which is right for the Triton kernels; on a CPU inductor makes more of the loop.
     """
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
-    )
+    compiling = torch.compiler.is_compiling() and (kernel == "eager" or torch.compiler.is_exporting())
+    return compiling or torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def depth_attention(

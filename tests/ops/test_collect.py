@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from attnres_vision.ops import eager, reference
+from attnres_vision.ops import operator, reference
 from attnres_vision.ops.collect import collect
 
 SHAPE, WIDTH, READS = (2, 7, 12), 12, 4
@@ -42,7 +42,7 @@ def test_gradients_equal_autograds(collected_ones, query_shape, options):
     queries = [torch.randn(query_shape, dtype=torch.float64, requires_grad=True) for _ in range(READS)]
     collected = [collect(source) if i in collected_ones else source for i, source in enumerate(sources)]
     assert [hasattr(source, "source_gradient") for source in collected] == [i in collected_ones for i in range(3)]
-    found = torch.autograd.grad(loss_of(eager.depth_attention, collected, queries, **options), sources + queries)
+    found = torch.autograd.grad(loss_of(operator.depth_attention, collected, queries, **options), sources + queries)
     torch.testing.assert_close(list(found), expected(sources, queries, **options), rtol=1e-10, atol=1e-12)
 
 
@@ -56,21 +56,21 @@ def test_a_transposed_upstream_gradient(heads):
         maps = [read(tensors, query, heads=heads).transpose(1, 2).contiguous() for query in queries]
         return sum((m * torch.randn_like(m)).sum() for m in maps)
 
-    found = torch.autograd.grad(loss(eager.depth_attention, [collect(s) for s in sources]), sources + queries)
+    found = torch.autograd.grad(loss(operator.depth_attention, [collect(s) for s in sources]), sources + queries)
     exact = torch.autograd.grad(loss(reference.depth_attention, sources), sources + queries)
     torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-12)
 
 
 def test_a_second_derivative_raises_instead_of_being_wrong():
     sources, queries = leaves()
-    loss = loss_of(eager.depth_attention, [collect(source) for source in sources], queries)
+    loss = loss_of(operator.depth_attention, [collect(source) for source in sources], queries)
     with pytest.raises(RuntimeError, match=r"no double backward.*torch\.func"):
         torch.autograd.grad(loss, sources, create_graph=True)
 
 
 def test_a_retained_graph_can_be_walked_again():
     sources, queries = leaves()
-    loss = loss_of(eager.depth_attention, [collect(source) for source in sources], queries)
+    loss = loss_of(operator.depth_attention, [collect(source) for source in sources], queries)
     for _ in range(2):
         found = torch.autograd.grad(loss, sources + queries, retain_graph=True)
         torch.testing.assert_close(list(found), expected(sources, queries), rtol=1e-10, atol=1e-12)
@@ -79,7 +79,7 @@ def test_a_retained_graph_can_be_walked_again():
 def test_a_backward_pass_for_the_queries_alone_leaves_nothing_behind():
     """Readers run, the sources' own nodes do not: what was added up must not turn up in the next backward pass."""
     sources, queries = leaves()
-    loss = loss_of(eager.depth_attention, [collect(source) for source in sources], queries)
+    loss = loss_of(operator.depth_attention, [collect(source) for source in sources], queries)
     torch.autograd.grad(loss, queries, retain_graph=True)
     found = torch.autograd.grad(loss, sources + queries)
     torch.testing.assert_close(list(found), expected(sources, queries), rtol=1e-10, atol=1e-12)
@@ -95,7 +95,7 @@ def test_a_backward_pass_that_fails_leaves_nothing_behind():
             raise RuntimeError("stopped in the middle")
 
     sources[0].register_hook(fail_once)
-    loss = loss_of(eager.depth_attention, [collect(source) for source in sources], queries)
+    loss = loss_of(operator.depth_attention, [collect(source) for source in sources], queries)
     with pytest.raises(RuntimeError, match="stopped in the middle"):
         torch.autograd.grad(loss, sources + queries, retain_graph=True)
     found = torch.autograd.grad(loss, sources + queries)
@@ -105,7 +105,7 @@ def test_a_backward_pass_that_fails_leaves_nothing_behind():
 def test_some_of_the_readers_some_of_the_sources():
     sources, queries = leaves()
     collected = [collect(source) for source in sources]
-    reads = [eager.depth_attention(collected, query) for query in queries]
+    reads = [operator.depth_attention(collected, query) for query in queries]
     plain = [reference.depth_attention(sources, query) for query in queries]
     for index in (1, 3):
         found = torch.autograd.grad(reads[index].sin().sum(), sources[1:], retain_graph=True)
@@ -121,9 +121,9 @@ def test_checkpointed_readers_give_the_same_bits():
         losses = []
         for _ in range(2):  # two forward passes before one backward pass
             reads = [
-                checkpoint(eager.depth_attention, collected, query, use_reentrant=False)
+                checkpoint(operator.depth_attention, collected, query, use_reentrant=False)
                 if use_checkpoint
-                else eager.depth_attention(collected, query)
+                else operator.depth_attention(collected, query)
                 for query in queries
             ]
             losses.append(sum(read.sin().sum() for read in reads))
@@ -142,7 +142,7 @@ def test_gradients_of_bf16_sources_are_added_in_fp32():
     sources = [collect(source), other]
     wide = source.detach().double().requires_grad_()
     exact = torch.autograd.grad(sum(reference.depth_attention([wide, other], q).sum() for q in queries), wide)[0]
-    found = torch.autograd.grad(sum(eager.depth_attention(sources, q).sum() for q in queries), source)[0]
+    found = torch.autograd.grad(sum(operator.depth_attention(sources, q).sum() for q in queries), source)[0]
     # half a unit in the last place of bf16, and fp32 rounding; a sum in bf16 is ten times further away
     torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-4 * float(exact.abs().max()))
 
@@ -152,7 +152,9 @@ def test_hooks_on_the_tensor_before_it_is_collected_see_the_whole_gradient():
     seen = []
     activation = sources[1] * 1.0
     activation.register_hook(seen.append)
-    loss_of(eager.depth_attention, [collect(sources[0]), collect(activation), collect(sources[2])], queries).backward()
+    loss_of(
+        operator.depth_attention, [collect(sources[0]), collect(activation), collect(sources[2])], queries
+    ).backward()
     torch.testing.assert_close(seen, [expected(*leaves())[1]], rtol=1e-10, atol=1e-12)
 
 

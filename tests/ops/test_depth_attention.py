@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnres_vision.ops import decomposed, depth_attention, eager, reference
+from attnres_vision.ops import decomposed, depth_attention, operator, reference
 
-IMPLEMENTATIONS = {"eager": eager.depth_attention, "decomposed": decomposed.depth_attention}
+IMPLEMENTATIONS = {"eager": operator.depth_attention, "decomposed": decomposed.depth_attention}
 
 # n, shape of a source, shape of the query, options
 CASES = [
@@ -124,7 +124,7 @@ def test_gradcheck(query_shape, heads):
 def test_one_of_the_two_outputs_can_be_used_alone(output):
     sources, query = inputs(4, (2, 7, 12), (12,))
     grads = []
-    for read in (eager.depth_attention, reference.depth_attention):
+    for read in (operator.depth_attention, reference.depth_attention):
         used = read(sources, query, heads=2, return_weights=True)[output]
         grads.append(list(torch.autograd.grad(used.square().sum(), [*sources, query])))
     assert grads[0][0].abs().max() > 0
@@ -146,7 +146,7 @@ def test_weights_sum_to_one_and_a_zero_query_gives_the_plain_sum():
 def test_only_what_requires_grad_gets_one(needed):
     sources, query = inputs(3, (2, 7, 12), (12,))
     grads = []
-    for read in (eager.depth_attention, reference.depth_attention):
+    for read in (operator.depth_attention, reference.depth_attention):
         leaves = [t.detach().requires_grad_(flag) for t, flag in zip([*sources, query], needed, strict=True)]
         read(leaves[:-1], leaves[-1]).square().sum().backward()
         assert [leaf.grad is not None for leaf in leaves] == list(needed)
@@ -174,7 +174,7 @@ def test_views_of_larger_tensors_are_sources_too(view, query_shape):
     }[view]
     query = torch.randn(query_shape, dtype=torch.float64, requires_grad=True)
     grads = []
-    for read in (eager.depth_attention, reference.depth_attention):
+    for read in (operator.depth_attention, reference.depth_attention):
         leaves = [w.clone().requires_grad_() for w in whole]
         out = read([make(leaf) for leaf in leaves], query)
         grads.append([out, *torch.autograd.grad(out.square().sum(), [*leaves, query])])
@@ -185,7 +185,7 @@ def test_an_expanded_upstream_gradient():
     sources, query = inputs(3, (2, 7, 12), (12,))
     grads = [
         list(torch.autograd.grad(read(sources, query).sum(), [*sources, query]))
-        for read in (eager.depth_attention, reference.depth_attention)
+        for read in (operator.depth_attention, reference.depth_attention)
     ]
     assert_all_close(grads[0], grads[1], 1e-10)
 

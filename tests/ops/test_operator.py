@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from attnres_vision.ops import depth_attention, eager, reference
+from attnres_vision.ops import Norm, depth_attention, operator, reference
+from attnres_vision.ops.arguments import Inputs, Options
 
 
 def inputs(n: int, shape: tuple[int, ...], query_shape: tuple[int, ...], **options) -> tuple[list[Tensor], Tensor]:
@@ -57,27 +58,37 @@ def test_bad_input_is_named(arguments, options, error, message):
         depth_attention(*arguments, **options)
 
 
-@pytest.mark.parametrize("query_shape", [(12,), (2, 12), (2, 7, 12)], ids=["static", "sample", "token"])
-def test_opcheck(query_shape):
+SMALL = {  # inputs of the operator beside sources and query, by their shapes
+    "static": ((12,), {}, "", 2),
+    "sample": ((2, 12), {}, "", 2),
+    "token": ((2, 7, 12), {}, "", 2),
+    "low-rank-and-layer-norm": (
+        (12,),
+        {"left": (2, 7, 4), "right": (12, 4), "norm_weight": (12,), "norm_bias": (12,)},
+        "layer",
+        2,
+    ),
+    "sum-and-rms-norm": ((12,), {"add": (2, 7, 12), "norm_weight": (12,)}, "rms", 2),
+    "continued": ((12,), {"mixed": (2, 7, 12), "lse": (2, 7)}, "", 1),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_opcheck(name):
+    query_shape, shapes, norm, heads = SMALL[name]
     sources, query = inputs(3, (2, 7, 12), query_shape)
-    small = (query, None, None, None, None)
-    torch.library.opcheck(eager.forward_op, (sources, *small, None, 1e-6, 0.5, 3.0, 2))
-    check_backward(sources, small, None, [True, False, True, True, False, False, False, False])
-
-
-def check_backward(sources, small, norm_eps, needs_grad):
-    out, *saved = eager.forward_op(sources, *small, norm_eps, 1e-6, 0.5, 3.0, 2)
+    sources = sources[:1] if "mixed" in shapes else sources
+    small = Inputs(query, **{key: torch.randn(shape, requires_grad=True) for key, shape in shapes.items()})
+    options = Options("eager", norm, 1e-5, 1e-6, 0.5, 3.0, heads)
+    torch.library.opcheck(operator.forward_op, (sources, *small, *options))
+    out, partial, *saved = (result.detach() for result in operator.forward_op(sources, *small, *options))
     values = [source.detach() for source in sources]
-    small, saved = ([None if t is None else t.detach() for t in tensors] for tensors in (small, saved))
-    torch.library.opcheck(eager.backward_op, (torch.ones_like(out), None, values, *small, *saved, 0.5, 3.0, needs_grad))
-
-
-def test_opcheck_with_a_low_rank_query_and_a_layer_norm():
-    sources, query = inputs(3, (2, 7, 12), (12,))
-    shapes = [(2, 7, 4), (12, 4), (12,), (12,)]  # left, right, norm weight, norm bias
-    small = (query, *(torch.randn(shape, requires_grad=True) for shape in shapes))
-    torch.library.opcheck(eager.forward_op, (sources, *small, 1e-5, 1e-6, 0.5, 3.0, 2))
-    check_backward(sources, small, 1e-5, [True] * 8)
+    if small.add is not None:
+        values[-1] = partial
+    given = [None if t is None else t.detach() for field, t in small._asdict().items() if field != "add"]
+    needs_grad = [True] * len(values) + [tensor is not None for tensor in given]
+    grads = (torch.ones_like(out), partial if small.add is not None else None, None)
+    torch.library.opcheck(operator.backward_op, (*grads, values, *given, *saved, *options, needs_grad))
 
 
 @pytest.mark.parametrize("heads", [1, 3])
@@ -89,7 +100,9 @@ def test_low_rank_query_and_layer_norm_equal_their_parts(heads, affine):
     left, right = torch.randn(2, 7, 4, **double), torch.randn(12, 4, **double)
     weight, bias = (torch.randn(12, **double), torch.randn(12, **double)) if affine else (None, None)
     arguments = [*sources, query, left, right, *([weight, bias] if affine else [])]
-    out = eager.depth_attention(sources, query, heads=heads, low_rank=(left, right), layer_norm=(weight, bias, 1e-5))
+    out = operator.depth_attention(
+        sources, query, heads=heads, low_rank=(left, right), norm=Norm("layer", 1e-5, weight, bias)
+    )
     hidden = reference.depth_attention(sources, query + left @ right.T, heads=heads)
     expected = nn.functional.layer_norm(hidden, (12,), weight, bias, 1e-5)
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
@@ -155,7 +168,7 @@ def test_an_empty_batch_has_gradients_too(trained, batch):
     weight, bias = torch.ones(12, requires_grad=True), torch.zeros(12, requires_grad=True)
     if trained == "norm":
         sources, query = [source.detach() for source in sources], query.detach()
-    out = eager.depth_attention(sources, query, layer_norm=(weight, bias, 1e-6))
+    out = operator.depth_attention(sources, query, norm=Norm("layer", 1e-6, weight, bias))
     out.square().sum().backward()
     assert weight.grad is not None and bias.grad is not None
     assert bool(weight.grad.any()) == (batch > 0)

@@ -1,0 +1,59 @@
+"""What goes into the custom operator (operator.py), in the order of its schema, and what it keeps for backward."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Inputs(NamedTuple):
+    """The tensors of a read beside its sources.
+
+    Attributes:
+        query: (D,), (B, D) or the shape of a source.
+        left, right: (..., r) and (D, r): the query of a token is `query + left @ right.T`.
+        add: the shape of a source: the last source is `sources[-1] + add`, and also a result.
+        mixed, lse: the shape of a source, and (...) fp32: a read of earlier blocks (weighted mean and log-sum-exp of
+            the scores) that this one continues; `sources` is then the last source alone.
+        norm_weight, norm_bias: (D,), affine parameters of the norm.
+        norm_scale, norm_shift: (B, D), adaLN's modulation behind it.
+    """
+
+    query: Tensor
+    left: Tensor | None = None
+    right: Tensor | None = None
+    add: Tensor | None = None
+    mixed: Tensor | None = None
+    lse: Tensor | None = None
+    norm_weight: Tensor | None = None
+    norm_bias: Tensor | None = None
+    norm_scale: Tensor | None = None
+    norm_shift: Tensor | None = None
+
+
+class Options(NamedTuple):
+    """The rest. `factor` is n or 1 (form="sum" or "mean"); `norm` is "", "layer" or "rms"; `kernel` eager or triton."""
+
+    kernel: str
+    norm: str
+    norm_eps: float
+    eps: float
+    scale: float
+    factor: float
+    heads: int
+
+
+class Saved(NamedTuple):
+    """What backward needs beside the inputs.
+
+    Attributes:
+        weights, scores: (n, ..., heads), inv_rms: (n, ...), n without what `mixed` stands for.
+        mean, rstd: of the norm, (..., 1); empty where there is none.
+    """
+
+    weights: Tensor
+    scores: Tensor
+    inv_rms: Tensor
+    mean: Tensor
+    rstd: Tensor

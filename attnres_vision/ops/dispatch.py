@@ -1,0 +1,80 @@
+"""Which implementation computes a read: Triton kernels on a GPU, PyTorch operations everywhere else."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import importlib.util
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+BACKENDS = ("auto", "eager", "triton")
+TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Limits of the kernels: beyond them a row no longer fits into registers, or the pointers into a launch.
+MAX_WIDTH = 8192
+MAX_SOURCES = 257
+MAX_HEADS = 16
+
+_chosen: contextvars.ContextVar[str] = contextvars.ContextVar("attnres_backend", default="auto")
+
+
+@contextlib.contextmanager
+def backend(name: str) -> Iterator[None]:
+    """Choose the implementation of depth attention for what runs inside.
+
+    Args:
+        name: "auto" (Triton where its kernels can run, else eager), "eager", or "triton", which raises a ValueError at
+            a read that the kernels cannot compute instead of falling back.
+    """
+    if name not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {name!r}")
+    token = _chosen.set(name)
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
+def choose(sources: Sequence[Tensor], heads: int) -> str:
+    """ "triton" or "eager", for a read of these sources."""
+    chosen = _chosen.get()
+    if chosen == "eager" or (chosen == "auto" and sources[0].device.type != "cuda"):
+        return "eager"
+    obstacle = _obstacle(sources, heads)
+    if obstacle is None:
+        return "triton"
+    if chosen == "triton":
+        raise ValueError(f"backend 'triton' cannot compute this read: {obstacle}")
+    return "eager"
+
+
+def _obstacle(sources: Sequence[Tensor], heads: int) -> str | None:
+    """Why the kernels cannot compute a read; None if they can."""
+    first, width = sources[0], sources[0].shape[-1]
+    if not has_triton():
+        return "Triton is not installed"
+    if first.device.type != "cuda" and not (first.device.type == "cpu" and interpreting()):
+        return f"the sources are on {first.device}, not on a GPU"
+    if any(source.dtype not in TRITON_DTYPES for source in sources):
+        return f"sources must be fp32, fp16 or bf16, got {', '.join(sorted({str(s.dtype) for s in sources}))}"
+    if width > MAX_WIDTH or len(sources) > MAX_SOURCES or heads > MAX_HEADS:
+        return (
+            f"at most D={MAX_WIDTH}, {MAX_SOURCES} sources and {MAX_HEADS} heads, got D={width}, {len(sources)} "
+            f"sources and {heads} heads"
+        )
+    return None
+
+
+@functools.lru_cache(maxsize=1)
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def interpreting() -> bool:
+    """Whether TRITON_INTERPRET=1 runs kernels on the CPU, which is what the tests do on machines without a GPU."""
+    import triton
+
+    return triton.knobs.runtime.interpret

@@ -1,0 +1,178 @@
+"""Backward pass of depth attention on a GPU: every source gradient is written once, without atomics.
+
+The formulas are those of analytic.py. They take two walks over the sources of a token:
+
+1. for what all sources share: sum_j a_j p_j of  ds_i = a_i (p_i - sum_j a_j p_j),  p_i = factor * (dh . v_i) + da_i.
+   Where a norm ended the read, this walk mixes h again, the norm gives dh, and the sum is dh . h;
+2. for the gradients of each source.
+
+With HOLD the sources stay in registers between the walks, and memory is read once; without it the second walk finds
+them in the cache. What tokens share (a query, the norm's parameters) gets one partial gradient from every program,
+which walks over several row tiles; torch adds them up, in an order that is always the same.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from attnres_vision.ops.triton.norm_backward import mix, norm_gradient
+from attnres_vision.ops.triton.rows import dot_by_head, load_row, place, store_row, store_sum, zeros
+from attnres_vision.ops.triton.source_gradient import factors_of, plus_products, products_of, store_gradient
+
+
+@triton.jit
+def gradient_kernel(
+    blocks,
+    block_strides,
+    block_grads,  # N pointers to contiguous rows; with ACCUMULATE the gradients are added to what is there
+    last,
+    last_strides,
+    last_grad,  # None where no gradient is asked for
+    last_upstream,  # None, or a gradient of the last source from elsewhere, to be added
+    mixed,  # None, or what the forward pass merged with, and the gradients of that and of its log-sum-exp
+    mixed_grad,
+    lse_grad,
+    query,
+    query_strides,
+    query_grad,  # None; rows, for a query per token; else (programs, D) fp32, partial sums
+    grad_out,  # gradient of the result: contiguous rows
+    grad_weights,  # (sources, rows, HEADS) or None
+    weights,
+    scores,
+    inv_rms,
+    norm_weight,  # as in forward.py; rstd is None without a norm
+    norm_scale,
+    mean,
+    rstd,
+    scaled_sums,  # (programs, D) fp32 partial sums of dy x and dy, x the normalised h; None if not asked for
+    plain_sums,
+    num_blocks,
+    num_tokens,
+    num_rows,
+    scale,
+    factor,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    HEADS: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEPS: tl.constexpr,  # row tiles per program
+    PER_TOKEN: tl.constexpr,  # every token has its query: the gradient is not summed
+    ACCUMULATE: tl.constexpr,
+    HOLD: tl.constexpr,
+):
+    query_sum = zeros(ROWS, TILE, HEADS * TILES)
+    scaled_sum = zeros(ROWS, TILE, HEADS * TILES)
+    plain_sum = zeros(ROWS, TILE, HEADS * TILES)
+    steps = tl.cdiv(num_tokens, ROWS)  # of one sample
+    groups = tl.cdiv(steps, STEPS)
+    for step in range(STEPS):
+        index = (tl.program_id(0) % groups) * STEPS + step
+        sample, tokens, live, rows = place((tl.program_id(0) // groups) * steps + index, num_tokens, ROWS)
+        live = live & (index < steps)
+        at = rows * D
+        last_at = num_blocks * num_rows + rows  # of the statistics
+        upstream = load_row(grad_out, at, live, D, HEADS, TILE, TILES)
+
+        # First walk
+        newest = load_row(last, sample * last_strides[0] + tokens * last_strides[1], live, D, HEADS, TILE, TILES)
+        if rstd is not None:
+            hidden = mix(zeros(ROWS, TILE, HEADS * TILES), newest, weights, last_at, live, factor, HEADS, TILES)
+        else:
+            shared = products_of(newest, upstream, grad_weights, weights, last_at, live, factor, HEADS, TILES)[1]
+        if mixed is not None:
+            earlier = load_row(mixed, at, live, D, HEADS, TILE, TILES)
+            rest = 1 - tl.load(weights + last_at, mask=live, other=0.0)
+            if rstd is not None:
+                hidden = plus_products(hidden, earlier, (factor * rest,), HEADS, TILES)
+            else:
+                shared = (shared[0] + rest * factor * dot_by_head(earlier, upstream, HEADS, TILES)[0],)
+        held = ()
+        for i in tl.static_range(N):
+            exists = live & (i < num_blocks)
+            offsets = sample * block_strides[i][0] + tokens * block_strides[i][1]
+            values = load_row(blocks[i], offsets, exists, D, HEADS, TILE, TILES)
+            if HOLD:
+                held = held + (values,)
+            stats_at = i * num_rows + rows
+            if rstd is not None:
+                hidden = mix(hidden, values, weights, stats_at, exists, factor, HEADS, TILES)
+            else:
+                terms = products_of(values, upstream, grad_weights, weights, stats_at, exists, factor, HEADS, TILES)[1]
+                total = ()
+                for head in tl.static_range(HEADS):
+                    total = total + (shared[head] + terms[head],)
+                shared = total
+        if rstd is not None:
+            upstream, scaled_sum, plain_sum = norm_gradient(
+                upstream, hidden, scaled_sum, plain_sum, grad_out, norm_weight, norm_scale, mean, rstd, sample, rows,
+                live, D, HEADS, TILE, TILES,
+            )  # fmt: skip
+            shared = dot_by_head(upstream, hidden, HEADS, TILES)
+            if grad_weights is not None:
+                shared = _plus_weight_terms(shared, grad_weights, weights, rows, num_rows, live, num_blocks, N, HEADS)
+
+        # Second walk
+        query_at = sample * query_strides[0] + tokens * query_strides[1]
+        factors = factors_of(
+            newest, upstream, shared, grad_weights, weights, scores, inv_rms, last_at, live,
+            scale, factor, D, HEADS, TILES,
+        )  # fmt: skip
+        if last_grad is not None:
+            store_gradient(
+                last_grad, last_upstream, at, newest, upstream, query, query_at, factors, live, D, HEADS, TILE, TILES
+            )
+        query_sum = plus_products(query_sum, newest, factors[1], HEADS, TILES)
+        if mixed is not None:  # one more source, of which only the score counts
+            product = factor * dot_by_head(earlier, upstream, HEADS, TILES)[0]
+            tl.store(lse_grad + rows, rest * (product - shared[0]), mask=live)
+            store_row(
+                mixed_grad, at, live,
+                plus_products(zeros(ROWS, TILE, HEADS * TILES), upstream, (factor * rest,), HEADS, TILES),
+                D, HEADS, TILE, TILES,
+            )  # fmt: skip
+        for i in tl.static_range(N):
+            exists = live & (i < num_blocks)
+            if HOLD:
+                values = held[i]
+            else:
+                offsets = sample * block_strides[i][0] + tokens * block_strides[i][1]
+                values = load_row(blocks[i], offsets, exists, D, HEADS, TILE, TILES)
+            factors = factors_of(
+                values, upstream, shared, grad_weights, weights, scores, inv_rms, i * num_rows + rows, exists,
+                scale, factor, D, HEADS, TILES,
+            )  # fmt: skip
+            if block_grads[i] is not None:
+                store_gradient(
+                    block_grads[i], block_grads[i] if ACCUMULATE else None, at, values, upstream, query, query_at,
+                    factors, exists, D, HEADS, TILE, TILES,
+                )  # fmt: skip
+            query_sum = plus_products(query_sum, values, factors[1], HEADS, TILES)
+
+        if query_grad is not None and PER_TOKEN:
+            store_row(query_grad, at, live, query_sum, D, HEADS, TILE, TILES)
+            query_sum = zeros(ROWS, TILE, HEADS * TILES)
+    if query_grad is not None and not PER_TOKEN:
+        store_sum(query_grad, query_sum, D, HEADS, TILE, TILES)
+    if scaled_sums is not None:
+        store_sum(scaled_sums, scaled_sum, D, HEADS, TILE, TILES)
+        store_sum(plain_sums, plain_sum, D, HEADS, TILE, TILES)
+
+
+@triton.jit
+def _plus_weight_terms(
+    shared, grad_weights, weights, rows, num_rows, live, num_blocks, N: tl.constexpr, HEADS: tl.constexpr
+):
+    """shared + sum_j a_j da_j, which is no part of dh . h."""
+    result = ()
+    for head in tl.static_range(HEADS):
+        total = shared[head]
+        for i in tl.static_range(N + 1):
+            at = ((i if i < N else num_blocks) * num_rows + rows) * HEADS + head
+            exists = live & ((i < num_blocks) | (i == N))
+            weight = tl.load(weights + at, mask=exists, other=0.0)
+            total += weight * tl.load(grad_weights + at, mask=exists, other=0.0)
+        result = result + (total,)
+    return result

@@ -1,0 +1,84 @@
+"""How tensors are handed to the kernels: as rows (samples, tokens, D) with free strides but for the last."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnres_vision.ops.arguments import Inputs
+from attnres_vision.ops.triton import tiles
+
+
+@dataclasses.dataclass
+class Rows:
+    """The rows of one read.
+
+    Attributes:
+        samples, tokens: how the rows are counted: tokens of all samples together where nothing tells them apart.
+        width: D.
+        blocks: all sources but the last, each (samples, tokens, D).
+        last: the last source.
+        query: viewed with the same dimensions, stride 0 where it is shared.
+    """
+
+    samples: int
+    tokens: int
+    width: int
+    blocks: list[Tensor]
+    last: Tensor
+    query: Tensor
+
+    def view(self, tensor: Tensor) -> Tensor:
+        """A tensor of the sources' shape as rows, copied only if its rows are not whole or its strides do not allow."""
+        rows = tensor.reshape(self.samples, self.tokens, self.width)
+        return rows if rows.stride(-1) == 1 or self.width == 1 else rows.contiguous()
+
+    def block_arguments(self) -> tuple[tuple[Tensor, ...], tuple[tuple[int, int], ...]]:
+        """Pointers and strides up to the bucket: the last block (or the last source) again for what is missing."""
+        size = tiles.bucket(max(1, len(self.blocks)))
+        blocks = [*self.blocks, *[self.blocks[-1] if self.blocks else self.last] * (size - len(self.blocks))]
+        return tuple(blocks), tuple(strides(block) for block in blocks)
+
+
+def rows_of(sources: Sequence[Tensor], query: Tensor, inputs: Inputs) -> Rows:
+    """The rows of a read; `query` is the one per token if there is a low-rank part."""
+    first = sources[0]
+    width = first.shape[-1]
+    per_sample = (
+        (query.dim() == 2 and first.dim() > 2) or inputs.norm_scale is not None or inputs.norm_shift is not None
+    )
+    tensors = [*sources, *([inputs.add] if inputs.add is not None else [])]
+    samples = 1
+    if first.dim() > 2 and (per_sample or not all(tensor.is_contiguous() for tensor in tensors)):
+        samples = first.shape[0]
+    tokens = first.numel() // (samples * width) if first.numel() else 0
+    if query.dim() == 1:
+        query = query.expand(samples, tokens, width)
+    elif query.dim() == 2 and first.dim() > 2:
+        query = query.unsqueeze(1).expand(samples, tokens, width)
+    rows = Rows(samples, tokens, width, [], first, query)
+    rows.query = query if query.dim() == 3 and query.stride(-1) == 1 else rows.view(query)
+    if query.shape != rows.query.shape:
+        rows.query = rows.view(query)
+    rows.blocks = [rows.view(source) for source in sources[:-1]]
+    rows.last = rows.view(sources[-1])
+    return rows
+
+
+def strides(rows: Tensor) -> tuple[int, int]:
+    return rows.stride(0), rows.stride(1)
+
+
+def element_size(rows: Rows) -> int:
+    """Bytes of the widest number among the sources: it decides how many columns a warp loads at once."""
+    return max(block.element_size() for block in [*rows.blocks, rows.last])
+
+
+def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device, which need not be that of the tensors."""
+    return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else contextlib.nullcontext()

@@ -1,0 +1,105 @@
+"""What the kernels do with rows: load them as tuples of tiles, store them, sum over them.
+
+A tile has shape (ROWS, TILE); tile `head * TILES + c` covers columns `c * TILE ...` of the slice of a head. Inside a
+kernel D is the whole width, HEADS, TILE and TILES are those of tiles.Tiling.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def place(step, num_tokens, ROWS: tl.constexpr):
+    """Sample, tokens (ROWS,), which of them exist, and their places (ROWS,) in a contiguous tensor: int64.
+
+    A step is ROWS tokens of one sample.
+    """
+    steps = tl.cdiv(num_tokens, ROWS)
+    sample = (step // steps).to(tl.int64)
+    tokens = (step % steps).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    return sample, tokens, tokens < num_tokens, sample * num_tokens + tokens
+
+
+@triton.jit
+def columns(index: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr):
+    """Columns of a tile, (TILE,)."""
+    return (index // TILES) * (D // HEADS) + (index % TILES) * TILE + tl.arange(0, TILE)
+
+
+@triton.jit
+def inside(live, index: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr):
+    """Mask of a tile: rows that are `live` (ROWS,), and columns that exist."""
+    if TILE * TILES * HEADS == D:
+        mask = live[:, None]
+    else:
+        mask = live[:, None] & ((index % TILES) * TILE + tl.arange(0, TILE) < D // HEADS)[None, :]
+    return mask
+
+
+@triton.jit
+def load_row(pointer, offsets, live, D: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr):
+    """Rows at `offsets` (ROWS,), in the dtype of the memory: zero where they are not live."""
+    row = ()
+    for c in tl.static_range(HEADS * TILES):
+        at = offsets[:, None] + columns(c, D, HEADS, TILE, TILES)[None, :]
+        row = row + (tl.load(pointer + at, mask=inside(live, c, D, HEADS, TILE, TILES), other=0.0),)
+    return row
+
+
+@triton.jit
+def store_row(
+    pointer, offsets, live, row, D: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr
+):
+    for c in tl.static_range(HEADS * TILES):
+        at = offsets[:, None] + columns(c, D, HEADS, TILE, TILES)[None, :]
+        mask = inside(live, c, D, HEADS, TILE, TILES)
+        tl.store(pointer + at, row[c].to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def to_fp32(row):
+    # Before any arithmetic: products of two bf16 numbers would round, and the interpreter computes nonsense.
+    result = ()
+    for c in tl.static_range(len(row)):
+        result = result + (row[c].to(tl.float32),)
+    return result
+
+
+@triton.jit
+def zeros(ROWS: tl.constexpr, TILE: tl.constexpr, COUNT: tl.constexpr):
+    row = ()
+    for _ in tl.static_range(COUNT):
+        row = row + (tl.zeros((ROWS, TILE), tl.float32),)
+    return row
+
+
+@triton.jit
+def dot(left, right):
+    """Sum over the row of left * right, (ROWS,), in fp32."""
+    total = left[0].to(tl.float32) * right[0].to(tl.float32)
+    for c in tl.static_range(1, len(left)):
+        total += left[c].to(tl.float32) * right[c].to(tl.float32)
+    return tl.sum(total, 1)
+
+
+@triton.jit
+def dot_by_head(left, right, HEADS: tl.constexpr, TILES: tl.constexpr):
+    """Sums over the slices of the row, one (ROWS,) for every head."""
+    dots = ()
+    for head in tl.static_range(HEADS):
+        total = left[head * TILES].to(tl.float32) * right[head * TILES].to(tl.float32)
+        for c in tl.static_range(1, TILES):
+            total += left[head * TILES + c].to(tl.float32) * right[head * TILES + c].to(tl.float32)
+        dots = dots + (tl.sum(total, 1),)
+    return dots
+
+
+@triton.jit
+def store_sum(target, row, D: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr):
+    """Sum over the rows of a tile, into row `program` of (programs, D)."""
+    everywhere = tl.full((1,), 1, tl.int1)
+    for c in tl.static_range(HEADS * TILES):
+        at = tl.program_id(0).to(tl.int64) * D + columns(c, D, HEADS, TILE, TILES)[None, :]
+        tl.store(target + at, tl.sum(row[c], 0)[None, :], mask=inside(everywhere, c, D, HEADS, TILE, TILES))

@@ -1,0 +1,70 @@
+"""How a kernel cuts its work: columns of a row into tiles, rows into programs, sources into buckets.
+
+Triton's blocks have sides that are powers of two, vision's widths do not: 768 = 3 x 256, 1152 = 9 x 128. A row is
+therefore a tuple of equal tiles, exact where the width allows it, so that no lane and no register holds padding.
+A 256-wide tile of 2-byte numbers is one 16-byte load for each of a warp's 32 lanes: a warp then owns whole rows, and
+the sums over a row are shuffles without a barrier, which lets the loads of the next source run ahead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+MAX_WIDTH = 8192
+MAX_SOURCES = 257
+WARPS = 4
+MIN_TILE = 16  # of columns
+# Sides of the tuple of block pointers that kernels are compiled for: a read of n sources uses the next one up, and
+# the surplus loads are switched off. One kernel per n would compile 57 times for a 28-layer Full model.
+BUCKETS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 192, 256)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """How a kernel covers rows of `heads` slices.
+
+    Attributes:
+        rows: rows (tokens) that a program works on at a time.
+        tile: columns of a tile, a power of two.
+        tiles: tiles per slice; the last one is partly empty unless `tile * tiles` is the slice's width.
+        warps: warps per program.
+        values: numbers of a row tile that each thread holds: what decides about registers.
+    """
+
+    rows: int
+    tile: int
+    tiles: int
+    warps: int
+    values: int
+
+
+@functools.cache
+def tiling(width: int, heads: int, element_size: int, max_values: int) -> Tiling:
+    """The tiling for rows of `width` in `heads` slices, stored in numbers of `element_size` bytes.
+
+    Args:
+        max_values: how many numbers of a row a thread may hold; a kernel that keeps several rows at once allows less.
+    """
+    slice_width = width // heads
+    unit = 512 // element_size  # columns that a warp loads in one instruction of 16 bytes per lane
+    choices = []
+    tile = MIN_TILE
+    while tile <= 2048:
+        warps = WARPS if tile <= 1024 else 2 * WARPS
+        tiles = -(-slice_width // tile)
+        waste = tiles * tile / slice_width
+        for narrow in (1, 2, 4):  # loads of 16, 8 or 4 bytes
+            rows = max(1, unit * warps // tile // narrow)
+            values = heads * tiles * rows * tile // (32 * warps)
+            far = abs(unit.bit_length() - tile.bit_length())
+            # In this order: fits into registers, little padding, full loads, a warp owns its rows, exact, the widest
+            order = (max(0, values - max_values), waste > 1.13, narrow, tile > unit, waste, far)
+            choices.append((order, Tiling(rows, tile, tiles, warps, values)))
+        tile *= 2
+    return min(choices, key=lambda choice: choice[0])[1]
+
+
+def bucket(count: int) -> int:
+    """The smallest bucket for `count` blocks."""
+    return next(size for size in BUCKETS if size >= count)
