@@ -83,7 +83,8 @@ def decode(vae: Any, latents: Tensor) -> Tensor:
     """Pixels (B, 3, F, H, W) in about [-1, 1] from latents (B, C, f, h, w) as models see them: scaled and shifted."""
     config = vae.config
     latents = latents.to(next(vae.parameters()).dtype)
-    mean, std = (config.get(name, getattr(vae, name, None)) for name in ("latents_mean", "latents_std"))
+    buffers = dict(vae.named_buffers())  # where LTX's VAE has them
+    mean, std = (buffers.get(name, config.get(name)) for name in ("latents_mean", "latents_std"))
     latents = latents / (config.get("scaling_factor") or 1.0)
     if mean is not None and std is not None:
         shape = (1, -1, 1, 1, 1)

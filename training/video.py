@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ import attnres_vision
 from training import generate, measure, trainer, video_data, video_models
 from training.average import NoAverage, TrainedParameters
 from training.config_io import load_config
-from training.diagnostics import depth_profile, depth_weights
+from training.diagnostics import depth_profile, depth_weights, depth_weights_by_timestep
 from training.loop import seed_of
 from training.objective import make_objective, squared_error
 from training.video_config import VideoConfig
@@ -221,13 +220,8 @@ class VideoTask:
 
     def weights_by_timestep(self, model: nn.Module) -> list[dict[str, Any]]:
         """Mean depth weights at every noise level of the grid."""
-        if not attnres_vision.readers(model):
-            return []
-        found = []
-        for column, sigma in enumerate(self.objective.sigma(self.levels).tolist()):
-            readers = depth_weights(model, partial(self.probe_loss, model, range(column, column + 1)))
-            found.append({"sigma": sigma, "readers": readers})
-        return found
+        columns = {sigma: range(i, i + 1) for i, sigma in enumerate(self.objective.sigma(self.levels).tolist())}
+        return depth_weights_by_timestep(model, lambda sigma: self.probe_loss(model, columns[sigma]), list(columns))
 
     ####################################################################################################################
     # Samples
