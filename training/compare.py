@@ -39,7 +39,7 @@ _LAUNCHER = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE
 
 @dataclasses.dataclass(kw_only=True)
 class CompareConfig:
-    """A comparison of image classifiers: `python -m training.compare`.
+    """A comparison: `python -m training.compare`.
 
     Args:
         name: title of the report.
@@ -95,14 +95,10 @@ def config_class(task: Any) -> type[CompareConfig]:
         raise ValueError(f"task must be 'image' or 'video', got {task!r}")
     from training.video_config import VideoConfig
 
-    @dataclasses.dataclass(kw_only=True)
-    class VideoCompareConfig(CompareConfig):
-        """A comparison of video diffusion transformers: `python -m training.compare`."""
-
-        task: Literal["video"] = "video"  # type: ignore[assignment]
-        base: VideoConfig = field(default_factory=VideoConfig)  # type: ignore[assignment]
-
-    return VideoCompareConfig
+    fields: list[Any] = [("task", Literal["video"], "video"), ("base", VideoConfig, field(default_factory=VideoConfig))]
+    made = dataclasses.make_dataclass("VideoCompareConfig", fields, bases=(CompareConfig,), kw_only=True)
+    made.__doc__ = CompareConfig.__doc__
+    return made
 
 
 def script(task: str) -> Any:

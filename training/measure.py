@@ -24,7 +24,7 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def forward_gflops(build: Callable[[], nn.Module], forward: Callable[[nn.Module], object]) -> float | None:
-    """GFLOPs (2 per multiply-add) of `forward(model)`, counted on the meta device; None for models that cannot run there.
+    """GFLOPs (2 per multiply-add) of `forward(model)`, counted on the meta device; None where a model cannot run there.
 
     On the CPU the counter misses fused attention (pytorch/pytorch#195460); on meta it is exact, and depth attention
     brings a formula of its own.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,8 +18,8 @@ from conftest import ROOT, clean_env, run
 import dit
 from tests.dit.tiny import MODELS
 from tests.training.videos import write_video
-from training import trainer, video, video_models
-from training.config_io import dump_config, from_fields, load_config, merge
+from training import trainer, video
+from training.config_io import dump_config, from_fields, merge
 from training.loop import read_metrics
 from training.video_config import VideoConfig
 
