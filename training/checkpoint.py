@@ -31,15 +31,15 @@ def save(accelerator: Accelerator, run_dir: Path, step: int, keep: int) -> Path:
     if accelerator.is_main_process:
         files = sorted(path for path in writing.rglob("*") if path.is_file())
         for path in files:
-            _flush(path)
+            flush_to_disk(path)
         sizes = {str(path.relative_to(writing)): path.stat().st_size for path in files}
         manifest = {"step": step, "processes": accelerator.num_processes, "files": sizes}
         (writing / MANIFEST).write_text(json.dumps(manifest, indent=1))
-        _flush(writing / MANIFEST)
-        _flush(writing)
+        flush_to_disk(writing / MANIFEST)
+        flush_to_disk(writing)
         shutil.rmtree(final, ignore_errors=True)
         os.replace(writing, final)
-        _flush(folder)
+        flush_to_disk(folder)
         for old in whole_checkpoints(run_dir)[:-keep]:
             shutil.rmtree(old)
     accelerator.wait_for_everyone()
@@ -99,7 +99,7 @@ def load(accelerator: Accelerator, checkpoint: Path) -> None:
     accelerator.load_state(str(checkpoint))
 
 
-def _flush(path: Path) -> None:
+def flush_to_disk(path: Path) -> None:
     """Ask the system to write a file, or a folder's list of names, to the disk now."""
     handle = os.open(path, os.O_RDONLY)
     try:

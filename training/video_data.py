@@ -23,6 +23,7 @@ from torch.utils.data import Dataset
 
 from training import clips
 from training.data import check_batch_sizes, indexed_loaders
+from training.latents import latent_datasets
 from training.loop import seed_of
 from training.text import ByteText, Text
 from training.video_data_config import TextConfig, VideoDataConfig
@@ -162,20 +163,27 @@ def make_datasets(config: VideoDataConfig, text: TextConfig, seed: int) -> tuple
     """
     train: ClipData
     val: ClipData
-    videos = find_videos(config)
-    frames = Frames(videos, config)
-    usable = [video for video in videos if not frames.reported[video.name]]
-    if not usable:
-        raise ValueError(f"none of the {len(videos)} video files can be decoded to the end")
-    embed = ByteText(text.width, text.length, text.pooled_width, text.seed)
-    parts = split(usable, config)
-    train, val = (VideoClips(part, frames, embed, seed, i == 0) for i, part in enumerate(parts))
+    if config.name == "latents":
+        train, val = latent_datasets(config)
+    else:
+        train, val = _frame_datasets(config, text, seed)
     if len(train) < config.batch_size:
         raise ValueError(
             f"data.batch_size must be at most {len(train)}, the training clips of an epoch, got {config.batch_size} "
             "(data.clips_per_file makes more of them)"
         )
     return train, val
+
+
+def _frame_datasets(config: VideoDataConfig, text: TextConfig, seed: int) -> tuple[VideoClips, VideoClips]:
+    videos = find_videos(config)
+    frames = Frames(videos, config)
+    usable = [video for video in videos if not frames.reported[video.name]]
+    if not usable:
+        raise ValueError(f"none of the {len(videos)} video files can be decoded to the end")
+    embed = ByteText(text.width, text.length, text.pooled_width, text.seed)
+    train, val = split(usable, config)
+    return VideoClips(train, frames, embed, seed, True), VideoClips(val, frames, embed, seed, False)
 
 
 def make_loaders(accelerator: Any, config: VideoDataConfig, text: TextConfig, seed: int, parts: int) -> tuple[Any, Any]:
