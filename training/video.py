@@ -146,17 +146,14 @@ class VideoTask:
         raw = f" (weights themselves {scores['loss_raw']:.4f})" if "loss_raw" in scores else ""
         return f"val loss {scores['loss']:.4f}{raw}"
 
-    def probe_loss(self, model: nn.Module, columns: range | None = None) -> Tensor:
-        """The loss on a fixed batch at noise levels of the grid, for the diagnostics."""
-        columns = range(len(self.levels)) if columns is None else columns
+    def probe_loss(self, model: nn.Module, column: int | None = None) -> Tensor:
+        """The loss on a fixed batch at one noise level of the grid, or at all of them, for the diagnostics."""
+        columns = range(len(self.levels)) if column is None else (column,)
         return torch.stack([self.grid_error(model, self.probe, column).mean() for column in columns]).mean()
 
     def profile(self, model: nn.Module) -> list[dict[str, Any]]:
-        return depth_profile(model, lambda: self.probe_loss(model, self.middle)) if self.config.profile else []
-
-    @property
-    def middle(self) -> range:
-        return range(len(self.levels) // 2, len(self.levels) // 2 + 1)
+        middle = len(self.levels) // 2
+        return depth_profile(model, lambda: self.probe_loss(model, middle)) if self.config.profile else []
 
     ####################################################################################################################
     # Result
@@ -170,7 +167,10 @@ class VideoTask:
             evaluated.eval()
             if config.profile:
                 ending["depth_weights"] = depth_weights(evaluated, lambda: self.probe_loss(evaluated))
-                ending["depth_weights_by_timestep"] = self.weights_by_timestep(evaluated)
+                columns = {sigma: column for column, sigma in enumerate(self.objective.sigma(self.levels).tolist())}
+                ending["depth_weights_by_timestep"] = depth_weights_by_timestep(
+                    evaluated, lambda sigma: self.probe_loss(evaluated, columns[sigma]), list(columns)
+                )
             if config.sampling.count:
                 captions = self.captions(config.sampling.count)
                 clips = torch.cat(list(self.samples(evaluated, captions)))
@@ -217,11 +217,6 @@ class VideoTask:
         text = {name: shapes[name] for name in self.empty_text}
         timestep = torch.full((1,), 500.0, device="meta")
         return video_models.predict(model, self.config.model, shapes["clip"], timestep, text)
-
-    def weights_by_timestep(self, model: nn.Module) -> list[dict[str, Any]]:
-        """Mean depth weights at every noise level of the grid."""
-        columns = {sigma: range(i, i + 1) for i, sigma in enumerate(self.objective.sigma(self.levels).tolist())}
-        return depth_weights_by_timestep(model, lambda sigma: self.probe_loss(model, columns[sigma]), list(columns))
 
     ####################################################################################################################
     # Samples
