@@ -13,6 +13,11 @@ from tests.dit.pipelines import cogvideox, hunyuan_video, t5, tokenizer, wan
 from tests.dit.tiny import stock_model
 
 
+def _with_channels(name: str, channels: int) -> Any:
+    stock = stock_model(name, torch.float32)
+    return type(stock).from_config({**stock.config, "in_channels": channels})
+
+
 def _wan() -> Any:
     pipe = wan()[0]
     pipe.vae.register_to_config(latents_mean=[0.1, -0.2, 0.3, 0.0], latents_std=[0.5, 2.0, 1.0, 3.0])
@@ -41,7 +46,7 @@ def _mochi() -> Any:
         add_attention_block=(False,) * 5, scaling_factor=0.5,
     ).eval()  # fmt: skip
     return diffusers.MochiPipeline(
-        transformer=stock_model("mochi", torch.float32), vae=vae, text_encoder=t5(), tokenizer=tokenizer(),
+        transformer=_with_channels("mochi", 12), vae=vae, text_encoder=t5(), tokenizer=tokenizer(),
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(), force_zeros_for_empty_prompt=True,
     )  # fmt: skip
 
@@ -58,8 +63,10 @@ def _hunyuan_video15() -> Any:
     characters = transformers.ByT5Tokenizer()
     characters.chat_template = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
     small_t5 = transformers.T5Config(vocab_size=400, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    # the pipeline also gives the transformer a first frame (none for text to video) and its mask
+    transformer = _with_channels("hunyuan-video-1.5", 9)
     return diffusers.HunyuanVideo15Pipeline(
-        transformer=stock_model("hunyuan-video-1.5", torch.float32), vae=vae,
+        transformer=transformer, vae=vae,
         text_encoder=transformers.models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VLTextModel(config).eval(),
         tokenizer=characters, text_encoder_2=transformers.T5EncoderModel(small_t5).eval(),
         tokenizer_2=transformers.ByT5Tokenizer(), scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
@@ -76,7 +83,7 @@ PIPELINES: dict[str, tuple[Any, dict[str, Any], int, int]] = {
     "cogvideox": (lambda: cogvideox()[0], {"max_sequence_length": 5}, 5, 32),
     "mochi": (_mochi, _SHORT, 7, 16),
     "wan": (_wan, _SHORT, 5, 16),
-    "ltx": (_ltx, _SHORT, 5, 16),
+    "ltx": (_ltx, _SHORT, 5, 32),
 }
 
 
