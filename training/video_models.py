@@ -129,16 +129,19 @@ def model_inputs(
     """The keyword arguments of the model's `forward`, by class; see `predict`."""
     arguments = {"hidden_states": noisy, "timestep": timestep, "encoder_hidden_states": text["text"]}
     stored = _bare(model).config
+    mask = text["text_mask"].bool()
+    # A caption without a token (a tokenizer may make that of "") keeps its first place: a mean over none is nan.
+    mask = torch.cat([mask[:, :1] | ~mask.any(1, keepdim=True), mask[:, 1:]], 1)
     if config.name == "HunyuanVideoTransformer3DModel":
         if stored.guidance_embeds:
             arguments["guidance"] = torch.full_like(timestep, config.guidance * LEVELS, dtype=noisy.dtype)
         return {
             **arguments,
-            "encoder_attention_mask": text["text_mask"],
+            "encoder_attention_mask": mask,
             "pooled_projections": text["pooled"],
         }
     if config.name == "HunyuanVideo15Transformer3DModel":
-        return {**arguments, **_hunyuan15(stored, noisy, text)}
+        return {**arguments, "encoder_attention_mask": mask, **_hunyuan15(stored, noisy, text)}
     if config.name == "CogVideoXTransformer3DModel":
         clip = noisy.transpose(1, 2)
         return {**arguments, "hidden_states": clip, "image_rotary_emb": _cogvideox_positions(model, clip)}
@@ -146,7 +149,7 @@ def model_inputs(
         return {
             **arguments,
             "timestep": LEVELS - timestep,
-            "encoder_attention_mask": text["text_mask"].bool(),
+            "encoder_attention_mask": mask,
         }
     if config.name == "WanTransformer3DModel":  # has no mask: its pipeline zeroes what is behind the caption
         return {**arguments, "encoder_hidden_states": text["text"] * text["text_mask"].to(text["text"])[..., None]}
@@ -154,7 +157,7 @@ def model_inputs(
     return {
         **arguments,
         "hidden_states": LTXPipeline._pack_latents(noisy, p, p_t),
-        "encoder_attention_mask": text["text_mask"],
+        "encoder_attention_mask": mask,
         "num_frames": noisy.shape[2] // p_t,
         "height": noisy.shape[3] // p,
         "width": noisy.shape[4] // p,
@@ -171,7 +174,6 @@ def _hunyuan15(stored: Any, noisy: Tensor, text: Mapping[str, Tensor]) -> dict[s
     text_2 = text.get("text_2", noisy.new_zeros(batch, 1, stored.text_embed_2_dim))
     return {
         **given,
-        "encoder_attention_mask": text["text_mask"],
         "encoder_hidden_states_2": text_2,
         "encoder_attention_mask_2": text.get("text_mask_2", torch.zeros_like(text_2[..., 0], dtype=torch.bool)),
         "image_embeds": noisy.new_zeros(batch, 1, stored.image_embed_dim),
