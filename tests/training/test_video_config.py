@@ -1,4 +1,4 @@
-"""Video configs: every file is valid and builds its models, every recipe runs; mistakes are errors that name the field."""
+"""Video configs: every file is valid and builds its models, every recipe runs, mistakes name the field."""
 
 from __future__ import annotations
 
