@@ -48,7 +48,7 @@ class EncodeConfig:
         prompt_options: further arguments of the pipeline's `encode_prompt`, such as `max_sequence_length`.
         posterior: the mode of the VAE's posterior, or one sample of it.
         seed: of samples of the posterior.
-        dtype: of the VAE and the text encoders while they compute.
+        dtype, vae_dtype: of the text encoders and of the VAE while they compute.
         store: of the latents and embeddings on disk.
         clips_per_shard, captions_per_shard: rows of a file; what is lost when a run is stopped is less than one file.
         low_memory: the VAE works in tiles (latents differ a little at their seams) and frame by frame.
@@ -65,6 +65,7 @@ class EncodeConfig:
     posterior: Literal["mode", "sample"] = "mode"
     seed: int = 0
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    vae_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     store: Literal["float32", "bfloat16", "float16"] = "float32"
     clips_per_shard: int = 256
     captions_per_shard: int = 256
@@ -176,7 +177,7 @@ def caption_encoder(config: EncodeConfig) -> Callable[[str], Text]:
 def clip_encoder(config: EncodeConfig) -> Callable[[Place], Iterator[torch.Tensor]]:
     """Encodes the clip at a place: one tensor (C, F, H, W), or none if the file is damaged there (reported once)."""
     data = config.data
-    vae = encoders.load_vae(config.vae_source, _DTYPES[config.dtype], config.device)
+    vae = encoders.load_vae(config.vae_source, _DTYPES[config.vae_dtype], config.device)
     encoders.check_clip_shape(vae, data.num_frames, data.size)
     if config.low_memory:
         vae.enable_tiling()

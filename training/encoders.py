@@ -1,4 +1,4 @@
-"""Clips to latents and captions to embeddings, by the VAE and the text encoders of a diffusers pipeline.
+"""Clips to latents and back, and captions to embeddings, by the VAE and the text encoders of a diffusers pipeline.
 
 Latents are scaled as the pipelines do it, so that a model trained on them works in its pipeline. A pipeline's own
 `encode_prompt` embeds captions. Everything is loaded from a folder; nothing is downloaded.
@@ -81,15 +81,15 @@ def embed_caption(pipeline: Any, caption: str, options: dict[str, Any]) -> Text:
     return {name: value.bool() if "mask" in name else value for name, value in found.items()}
 
 
-def vae_folder(folder: str) -> Path:
+def vae_folder(folder: str | Path) -> Path:
     """The folder of the VAE: `folder` itself, or its part `vae` if it is a pipeline; else a `ValueError`."""
     for path in (Path(folder) / "vae", Path(folder)):
         if (path / "config.json").is_file():
             return path
-    raise ValueError(f"vae must be the folder of a diffusers VAE (with config.json) or pipeline, got {folder!r}")
+    raise ValueError(f"vae must be the folder of a diffusers VAE (with config.json) or pipeline, got {str(folder)!r}")
 
 
-def load_vae(folder: str, dtype: torch.dtype, device: torch.device) -> Any:
+def load_vae(folder: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Any:
     """The VAE at `folder`, or in the pipeline there.
 
     Raises:
@@ -100,7 +100,7 @@ def load_vae(folder: str, dtype: torch.dtype, device: torch.device) -> Any:
     cls = getattr(diffusers, name, None)
     if not name.startswith("Autoencoder") or cls is None:
         raise ValueError(f"vae must be an AutoencoderKL or its like in diffusers, got {name or 'no class'} in {path}")
-    vae = cls.from_pretrained(path, **_as_dtype(dtype), local_files_only=True).to(device).eval()
+    vae = cls.from_pretrained(path, **_as_dtype(dtype), local_files_only=True).to(device).eval().requires_grad_(False)
     if hasattr(vae, "bn"):
         raise ValueError(f"vae must have its scale in its config; {name} normalises by a batch norm of packed latents")
     return vae
@@ -153,18 +153,37 @@ def encode_clip(
     return scale_latents(vae, latents[0] if video else latents.transpose(0, 1))
 
 
+@torch.no_grad()
+def decode_clips(vae: Any, latents: Tensor) -> Tensor:
+    """Pixels (B, 3, F, H, W) in about -1..1 of scaled latents (B, C, F', H', W'), one clip at a time for memory."""
+    raw = [unscale_latents(vae, clip.to(vae.device, vae.dtype)) for clip in latents]
+    if is_video_vae(vae):
+        return torch.cat([vae.decode(clip[None]).sample for clip in raw])
+    return torch.stack([vae.decode(clip.transpose(0, 1)).sample.transpose(0, 1) for clip in raw])
+
+
 def scale_latents(vae: Any, latents: Tensor) -> Tensor:
     """What the pipelines' transformers see of raw latents (C, F, H, W): the inverse of what they do before decoding."""
+    shift, spread = _scale_of(vae, latents)
+    return (latents - shift) / spread
+
+
+def unscale_latents(vae: Any, latents: Tensor) -> Tensor:
+    """The inverse of `scale_latents`."""
+    shift, spread = _scale_of(vae, latents)
+    return latents * spread + shift
+
+
+def _scale_of(vae: Any, latents: Tensor) -> tuple[Tensor | float, Tensor | float]:
+    """Shift and spread of raw latents: per channel, in buffers (LTX) or lists in the config, or single numbers."""
     mean, std = (_per_channel(vae, name, latents) for name in ("latents_mean", "latents_std"))
+    factor = vae.config.get("scaling_factor") or 1.0
     if mean is not None and std is not None:
-        latents = (latents - mean) / std
-    elif vae.config.get("shift_factor"):
-        latents = latents - vae.config["shift_factor"]
-    return latents * (vae.config.get("scaling_factor") or 1.0)
+        return mean, std / factor
+    return vae.config.get("shift_factor") or 0.0, 1 / factor
 
 
 def _per_channel(vae: Any, name: str, latents: Tensor) -> Tensor | None:
-    """Mean or spread per channel: a buffer of the VAE (LTX), a list in its config, or nothing."""
     value = dict(vae.named_buffers()).get(name, vae.config.get(name))
     return None if value is None else torch.as_tensor(value).to(latents).view(-1, *[1] * (latents.dim() - 1))
 

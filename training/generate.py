@@ -1,4 +1,4 @@
-"""Samples to look at: noise at fixed seeds, guidance, decoding, and clips as MP4, GIF and PNG.
+"""Samples to look at: noise at fixed seeds, guidance, and clips as MP4, GIF and PNG.
 
 Clips are (B, C, F, H, W) in [-1, 1] everywhere, frames for writing are uint8 (F, H, W, 3). What is written for a run
 (`write_samples`) is what the report later puts next to that of the other runs.
@@ -60,38 +60,6 @@ def guided(
         return unconditional + scale * (conditional - unconditional)
 
     return predict
-
-
-def load_vae(path: str | Path) -> Any:
-    """A VAE of diffusers (any `AutoencoderKL*`) from a local folder: its own, or a pipeline's with a `vae` inside.
-
-    Raises:
-        ValueError: there is no VAE.
-    """
-    from diffusers import AutoModel
-
-    for folder in (Path(path), Path(path) / "vae"):
-        if (folder / "config.json").exists():
-            vae = AutoModel.from_pretrained(str(folder), local_files_only=True)
-            if hasattr(vae, "decode"):
-                return vae.eval().requires_grad_(False)
-    raise ValueError(f"vae must be the folder of a diffusers VAE or of a pipeline that has one, got {str(path)!r}")
-
-
-@torch.no_grad()
-def decode(vae: Any, latents: Tensor) -> Tensor:
-    """Pixels (B, 3, F, H, W) in about [-1, 1] from latents (B, C, f, h, w) as models see them: scaled and shifted."""
-    config = vae.config
-    latents = latents.to(next(vae.parameters()).dtype)
-    buffers = dict(vae.named_buffers())  # where LTX's VAE has them
-    mean, std = (buffers.get(name, config.get(name)) for name in ("latents_mean", "latents_std"))
-    latents = latents / (config.get("scaling_factor") or 1.0)
-    if mean is not None and std is not None:
-        shape = (1, -1, 1, 1, 1)
-        latents = latents * torch.as_tensor(std).to(latents).view(shape) + torch.as_tensor(mean).to(latents).view(shape)
-    else:
-        latents = latents + (config.get("shift_factor") or 0.0)
-    return torch.cat([vae.decode(latent[None]).sample for latent in latents])  # one by one: decoding needs much memory
 
 
 def to_frames(clip: Tensor) -> np.ndarray:

@@ -23,7 +23,7 @@ from accelerate import Accelerator, PartialState
 from torch import Tensor, nn
 
 import attnres_vision
-from training import generate, measure, trainer, video_data, video_models
+from training import encoders, generate, measure, trainer, video_data, video_models
 from training.average import NoAverage, TrainedParameters
 from training.config_io import load_config
 from training.diagnostics import depth_profile, depth_weights, depth_weights_by_timestep
@@ -231,7 +231,7 @@ class VideoTask:
         """Generated clips in pixels, on the CPU, in batches; every process makes all of them."""
         sampling, device = self.config.sampling, self.accelerator.device
         noise = generate.fixed_noise(sampling.seed, len(captions), self.val_set.clip_shape)
-        vae = generate.load_vae(sampling.vae).to(device) if sampling.vae is not None else None
+        vae = encoders.load_vae(sampling.vae, device=device) if sampling.vae is not None else None
         for first in range(0, len(captions), self.config.data.eval_batch_size):
             part = slice(first, first + self.config.data.eval_batch_size)
             texts = [self.train_set.text_of(caption) for caption in captions[part]]
@@ -243,7 +243,7 @@ class VideoTask:
                 sampling.guidance,
             )
             clips = self.objective.sample(predict, noise[part].to(device), sampling.steps)
-            yield (clips if vae is None else generate.decode(vae, clips)).float().cpu()
+            yield (clips if vae is None else encoders.decode_clips(vae, clips)).float().cpu()
 
     def real_clips(self, captions: list[str]) -> dict[str, Tensor]:
         """A validation clip of every caption, in pixels; none of latents, which would have to be decoded."""
@@ -258,12 +258,12 @@ class VideoTask:
 
         sampling, device = self.config.sampling, self.accelerator.device
         distance = FrechetDistance(sampling.extractor, device)
-        vae = generate.load_vae(sampling.vae).to(device) if sampling.vae is not None else None
+        vae = encoders.load_vae(sampling.vae, device=device) if sampling.vae is not None else None
         self.train_set.set_epoch(0)
         count = min(sampling.frechet, len(self.train_set))
         for number in range(count):
             clip = self.train_set[number * len(self.train_set) // count]["clip"][None].to(device)
-            clip = clip if vae is None else generate.decode(vae, clip)
+            clip = clip if vae is None else encoders.decode_clips(vae, clip)
             distance.update(clip.float().clamp(-1, 1), real=True)
         for clips in self.samples(model, self.captions(sampling.frechet)):
             distance.update(clips.clamp(-1, 1).to(device), real=False)

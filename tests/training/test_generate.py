@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from training import generate
+from training import encoders, generate
 
 
 def moving_square(size: tuple[int, int] = (24, 24), frames: int = 8) -> Tensor:
@@ -156,7 +156,7 @@ def test_latents_are_decoded_by_a_vae_from_a_folder(tmp_path: Path, name: str) -
     with torch.no_grad():
         expected = vae.decode(raw).sample
     for folder in ("pipeline", "pipeline/vae"):
-        found = generate.decode(generate.load_vae(tmp_path / folder), latents)
+        found = encoders.decode_clips(encoders.load_vae(tmp_path / folder), latents)
         assert found.shape[1] == 3 and torch.allclose(found, expected, atol=1e-5)
     with pytest.raises(ValueError, match="folder of a diffusers VAE"):
-        generate.load_vae(tmp_path)
+        encoders.load_vae(tmp_path)
