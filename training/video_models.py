@@ -89,6 +89,11 @@ def _freeze(model: Any, config: VideoModelConfig) -> None:
         except ValueError as error:
             raise ValueError(f"model.lora.targets must name layers of {config.name}: {error}") from error
     exact = model._keep_in_fp32_modules or ()  # as diffusers loads them
+    if config.name == "HunyuanVideo15Transformer3DModel":
+        # Nobody reads what its last block writes to the text: DDP would wait for gradients that do not come.
+        last = model.transformer_blocks[-1]
+        for module in (last.attn.to_add_out, last.ff_context):
+            module.requires_grad_(False)
     depth = {id(parameter) for reader in attnres_vision.readers(model).values() for parameter in reader.parameters()}
     for name, parameter in model.named_parameters():
         if id(parameter) in depth:

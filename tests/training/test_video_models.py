@@ -194,6 +194,19 @@ def test_only_what_is_asked_for_is_trained(train: str) -> None:
     assert changed == expected
 
 
+@pytest.mark.parametrize("name", CALL)
+def test_every_trained_parameter_has_a_gradient(name: str) -> None:
+    """DDP waits for all of them."""
+    cls, kwargs, _ = MODELS[name]
+    torch.manual_seed(0)
+    config = VideoModelConfig(name=cls, kwargs=kwargs, residual="attnres", attnres={"num_blocks": 2})
+    model: Any = build_model(config)
+    text = {"text": torch.randn(2, 5, 8), "text_mask": torch.ones(2, 5), "pooled": torch.randn(2, 8)}
+    predict(model, config, torch.randn(2, 4, 2, 4, 4), torch.tensor([300, 800]), text).square().mean().backward()
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert [name for name, parameter in trained.items() if parameter.grad is None] == []
+
+
 def test_zero_init_starts_blocks_as_the_identity() -> None:
     torch.manual_seed(0)
     model: Any = build_model(tiny("full", zero_init=True))
