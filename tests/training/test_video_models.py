@@ -202,7 +202,7 @@ def test_every_trained_parameter_has_a_gradient(name: str) -> None:
     config = VideoModelConfig(name=cls, kwargs=kwargs, residual="attnres", attnres={"num_blocks": 2})
     model: Any = build_model(config)
     text = {"text": torch.randn(2, 5, 8), "text_mask": torch.ones(2, 5), "pooled": torch.randn(2, 8)}
-    predict(model, config, torch.randn(2, 4, 2, 4, 4), torch.tensor([300, 800]), text).square().mean().backward()
+    predict(model, config, torch.randn(2, 4, 2, 4, 4), torch.tensor([300.0, 800.0]), text).square().mean().backward()
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert [name for name, parameter in trained.items() if parameter.grad is None] == []
 
