@@ -54,7 +54,8 @@ class Frames:
     def __init__(self, videos: Sequence[Video], config: VideoDataConfig) -> None:
         self.config = config
         # shared with the loaders' worker processes, so that a damaged file is reported once
-        self.reported = {video.name: torch.zeros((), dtype=torch.bool).share_memory_() for video in videos}
+        self.damaged = torch.zeros(len(videos), dtype=torch.bool).share_memory_()
+        self.number = {video.name: number for number, video in enumerate(videos)}
         self.memory: dict[str, torch.Tensor] = {}
         needed = sum(video.probe.frames for video in videos) * 3 * config.size[0] * config.size[1]
         if needed <= config.cache_gib * 2**30:
@@ -78,8 +79,8 @@ class Frames:
             return None
 
     def _report(self, video: Video, error: Exception) -> None:
-        if not self.reported[video.name]:
-            self.reported[video.name].fill_(True)
+        if not self.damaged[self.number[video.name]]:
+            self.damaged[self.number[video.name]] = True
             report(f"left out: {error}")
 
 
@@ -178,7 +179,7 @@ def make_datasets(config: VideoDataConfig, text: TextConfig, seed: int) -> tuple
 def _frame_datasets(config: VideoDataConfig, text: TextConfig, seed: int) -> tuple[VideoClips, VideoClips]:
     videos = find_videos(config)
     frames = Frames(videos, config)
-    usable = [video for video in videos if not frames.reported[video.name]]
+    usable = [video for video, damaged in zip(videos, frames.damaged.tolist(), strict=True) if not damaged]
     if not usable:
         raise ValueError(f"none of the {len(videos)} video files can be decoded to the end")
     embed = ByteText(text.width, text.length, text.pooled_width, text.seed)

@@ -141,6 +141,14 @@ def test_a_clip_that_cannot_be_decoded_while_training_is_replaced(folder, caplog
     assert len([m for m in caplog.messages if "broken.mp4" in m]) == 1
 
 
+def test_worker_processes_tell_each_other_of_a_damaged_file(folder):
+    damage(write_video(folder / "broken.mp4", 60), 0.3, 0.6)
+    train, _ = make_datasets(folder_config(folder, cache_gib=0.0), TEXT, seed=0)
+    for _ in torch.utils.data.DataLoader(train, batch_size=4, num_workers=2):
+        pass
+    assert [name for name, number in train.frames.number.items() if train.frames.damaged[number]] == ["broken.mp4"]
+
+
 def test_an_empty_data_set_says_why(tmp_path, folder):
     with pytest.raises(FileNotFoundError, match=r"data.root .*nowhere"):
         find_videos(folder_config(tmp_path / "nowhere"))
