@@ -39,7 +39,9 @@ def build_model(config: VideoModelConfig) -> nn.Module:
         if config.zero_init:
             _zero_init(model)
     else:
-        model = _load(cls, config.pretrained)
+        # in bf16 at once: in fp32 HunyuanVideo would take 52 GB for a moment
+        half = config.frozen_dtype == "bf16" and config.train != "full"
+        model = _load(cls, config.pretrained, torch.bfloat16 if half else torch.float32)
     if config.residual == "attnres":
         model = dit.convert(model, config.attnres)
     _freeze(model, config)
@@ -48,7 +50,7 @@ def build_model(config: VideoModelConfig) -> nn.Module:
     return model
 
 
-def _load(cls: Any, folder: str) -> Any:
+def _load(cls: Any, folder: str, dtype: torch.dtype) -> Any:
     try:
         stored = cls.load_config(folder, local_files_only=True)
     except (OSError, ValueError) as error:
@@ -61,7 +63,7 @@ def _load(cls: Any, folder: str) -> Any:
         )
     if torch.get_default_device().type == "meta":  # counted, not run
         return cls.from_config(stored)
-    return cls.from_pretrained(folder, local_files_only=True)
+    return cls.from_pretrained(folder, local_files_only=True, torch_dtype=dtype)
 
 
 def _zero_init(model: Any) -> None:
@@ -99,8 +101,8 @@ def _freeze(model: Any, config: VideoModelConfig) -> None:
         if id(parameter) in depth:
             parameter.requires_grad_(not config.freeze_queries and config.train in ("full", "depth", "depth+lora"))
         matrix = parameter.ndim > 1 and not any(part in exact for part in name.split("."))
-        if matrix and not parameter.requires_grad and config.frozen_dtype == "bf16":
-            parameter.data = parameter.data.to(torch.bfloat16)
+        half = matrix and not parameter.requires_grad and config.frozen_dtype == "bf16"
+        parameter.data = parameter.data.to(torch.bfloat16 if half else torch.float32)
 
 
 def predict(

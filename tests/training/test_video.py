@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+import yaml
 from conftest import ROOT, clean_env, run
 
 import dit
 from tests.dit.tiny import MODELS
 from tests.training.videos import write_video
-from training import trainer, video
+from training import compare, trainer, video
 from training.config_io import dump_config, from_fields, merge
 from training.loop import read_metrics
 from training.video_config import VideoConfig
@@ -179,3 +180,29 @@ def test_every_model_class_trains(name: str, train: str, small: Any, tmp_path: P
         assert depth and all(".depth" in key for key in depth)
         assert list((tmp_path / "run" / "lora").iterdir())
         assert not (tmp_path / "run" / "transformer").exists()
+
+
+def test_a_comparison_takes_a_video_table(
+    small: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def in_this_process(item: compare.Run) -> tuple[float, str | None]:
+        assert compare.script(item.task) is video
+        video.train(item.config)
+        return 0.0, None
+
+    monkeypatch.setattr(compare, "_run_process", in_this_process)
+    base = merge(SMALL, {"data": {"root": str(folder)}, "profile": True, "sampling": {"count": 2, "steps": 2}})
+    table = {"task": "video", "base": base, "variants": {"standard": {}, "block": BLOCK}, "speed_rounds": 1}
+    (tmp_path / "table.yaml").write_text(yaml.safe_dump(table))
+    assert compare.main(["--config", str(tmp_path / "table.yaml"), "--output_dir", str(tmp_path / "out")]) == 0
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["unit"] == "clips" and len(summary["variants"]["block"]["buckets"]) == 2
+    assert summary["variants"]["block"]["side_by_side"]["clips_per_second"] > 0
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "data:image/gif;base64," in page and "top-1" not in page
+
+
+def test_an_unknown_task_of_a_table_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "table.yaml").write_text("task: audio\n")
+    with pytest.raises(SystemExit, match="task must be 'image' or 'video', got 'audio'"):
+        compare.main(["--config", str(tmp_path / "table.yaml")])
