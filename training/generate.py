@@ -24,6 +24,7 @@ Row = tuple[str, np.ndarray]  # label, frames (F, H, W, 3) uint8
 
 _SMALLEST_SIDE = 192  # pixels: MP4 and GIF of smaller clips are enlarged to this, whole numbers of times
 _LARGEST_SIDE = 256  # strips of larger clips are reduced to this: they are for sheets, the MP4 keeps every pixel
+_SHEET_FRAMES = 16
 _GAP = 2
 
 
@@ -106,8 +107,9 @@ def write_gif(path: Path, frames: np.ndarray, fps: float) -> None:
 def _animate(path: Path, frames: np.ndarray, fps: float) -> None:
     palette = Image.fromarray(frames.reshape(-1, *frames.shape[2:])).quantize(256)
     colours = np.array(palette.getpalette()).reshape(-1, 3)
-    for exact in (0, 255):  # letters and paper stay black and white: the nearest colour gives way
-        colours[np.abs(colours - exact).sum(1).argmin()] = exact
+    for exact in (0, 255):  # letters and paper stay black and white: what is next to them gives way
+        distance = np.abs(colours - exact).max(1)
+        colours[distance <= max(12, distance.min())] = exact
     palette.putpalette(colours.flatten().tolist())
     pictures = [Image.fromarray(frame).quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
     duration = max(20, round(1000 / fps))  # ms; browsers slow down what is faster
@@ -115,7 +117,11 @@ def _animate(path: Path, frames: np.ndarray, fps: float) -> None:
 
 
 def write_sheet(path: Path, rows: Sequence[Row], title: str = "") -> None:
-    """A contact sheet: a row per clip with its label in front, a column per frame; small frames are enlarged."""
+    """A contact sheet: a row per clip with its label in front, a column per frame; small frames are enlarged.
+
+    Of more than 16 frames, 16 are shown, evenly spaced, first and last among them.
+    """
+    rows = [(label, frames[_spaced(len(frames))]) for label, frames in rows]
     side = max(1, min(6, 96 // max(1, min(min(frames.shape[1:3]) for _, frames in rows))))
     labels = max(_text_width(label) for label, _ in rows) + 3 * _GAP
     pictures = [_strip(_times(frames, side), gap=_GAP) for _, frames in rows]
@@ -238,6 +244,10 @@ def read_strip(path: Path, frames: int) -> np.ndarray:
 def _strip(frames: np.ndarray, gap: int) -> np.ndarray:
     padded = np.pad(frames, ((0, 0), (0, 0), (0, gap), (0, 0)), constant_values=255)
     return np.concatenate(list(padded), axis=1)
+
+
+def _spaced(count: int) -> np.ndarray:
+    return np.linspace(0, count - 1, min(count, _SHEET_FRAMES)).round().astype(int)
 
 
 def _enlarge(frames: np.ndarray) -> np.ndarray:

@@ -14,7 +14,7 @@ class Metric:
     Args:
         key: its name in `summary.json`, and in `result.json` unless `get` says how it is made.
         label: header of its column.
-        digits: decimals, of the number times `factor`.
+        digits: decimals, of the number times `factor`; None is four significant digits, for what has no usual size.
         factor: what it is shown times, 100 for percentages.
         lower_is_better: which way is better.
         delta: header of the column of differences to the baseline; "" for none.
@@ -24,7 +24,7 @@ class Metric:
 
     key: str
     label: str
-    digits: int = 4
+    digits: int | None = 4
     factor: float = 1.0
     lower_is_better: bool = True
     delta: str = ""
@@ -74,7 +74,7 @@ VIDEO = TaskMetrics(
         Metric("val_loss", "val flow loss", delta="Δ val flow loss", axis="Δ validation flow loss"),
         Metric("val_loss_raw", "without EMA", axis="Δ without EMA"),
         Metric("below_untrained", "below untrained %", 1, 100, lower_is_better=False, get=_below_untrained),
-        Metric("frechet", "Fréchet distance", delta="Δ Fréchet", get=_frechet),
+        Metric("frechet", "Fréchet distance", None, delta="Δ Fréchet", get=_frechet),
     ),
 )
 

@@ -93,7 +93,9 @@ def weight_maps(
     """
     columns = len(next(iter(maps.values())))
     heights = [0.135 * len(of_stream[0][1]) for of_stream in maps.values()]
-    sources = max(len(row["sources"]) for of_stream in maps.values() for row in of_stream[0][1])
+    # one axis of sources for all streams: a stream with fewer of them leaves the rest grey
+    names = max((row["sources"] for of_stream in maps.values() for row in of_stream[0][1]), key=len)
+    sources = len(names)
     with rc_context(STYLE):
         width = 2.6 + columns * max(1.0, 0.15 + 0.17 * sources)
         figure = Figure(figsize=(width, max(2.4, 1.3 + 0.2 * len(maps) + sum(heights))), layout="constrained")
@@ -104,6 +106,8 @@ def weight_maps(
                 axis = axes[row, column]
                 picture = heat_map(axis, readers)
                 axis.tick_params(labelsize=6)
+                axis.set_xticks(range(sources), [name.removesuffix(" (open)") for name in names])
+                axis.set_xlim(-0.5, sources - 0.5)
                 if column:
                     axis.set_yticklabels([])
                 else:

@@ -226,12 +226,13 @@ def task_of(summary: dict[str, Any]) -> metrics.TaskMetrics:
     return metrics.VIDEO if summary.get("unit") == metrics.VIDEO.unit else metrics.IMAGE
 
 
-def shown_spread(value: dict[str, Any] | None, digits: int, sign: bool = False, factor: float = 1.0) -> str:
-    """Mean ± standard deviation; without the latter for a single seed, empty for None."""
+def shown_spread(value: dict[str, Any] | None, digits: int | None, sign: bool = False, factor: float = 1.0) -> str:
+    """Mean ± standard deviation; without the latter for a single seed, empty for None. `digits` as in `Metric`."""
     if not value:
         return ""
-    text = f"{factor * value['mean']:{'+' if sign else ''}.{digits}f}"
-    return text if value["sd"] is None else f"{text} ± {factor * value['sd']:.{digits}f}"
+    style = ".4g" if digits is None else f".{digits}f"
+    text = f"{factor * value['mean']:{'+' if sign else ''}{style}}"
+    return text if value["sd"] is None else f"{text} ± {factor * value['sd']:{'.2g' if digits is None else style}}"
 
 
 def _video_notes(entries: Sequence[dict[str, Any]]) -> list[str]:

@@ -117,6 +117,14 @@ def test_write_samples_makes_every_file_that_it_names(tmp_path: Path) -> None:
         generate.write_samples(tmp_path, clips, ["a"], seed=0)
 
 
+def test_a_sheet_of_a_long_clip_shows_some_frames_from_the_first_to_the_last(tmp_path: Path) -> None:
+    frames = np.repeat(np.arange(81, dtype=np.uint8)[:, None, None, None] * 3, 3, axis=3).repeat(96, 1).repeat(96, 2)
+    generate.write_sheet(tmp_path / "sheet.png", [("long", frames)])
+    row = np.asarray(Image.open(tmp_path / "sheet.png"))[40]
+    assert row[-16 * 98 :: 98][:, 0].tolist()[:2] == [0, 15] and row[-4, 0] == 240
+    assert len(row) < 17 * 98
+
+
 @pytest.mark.parametrize("name", ["AutoencoderKLWan", "AutoencoderKLHunyuanVideo"])
 def test_latents_are_decoded_by_a_vae_from_a_folder(tmp_path: Path, name: str) -> None:
     """Scaling and shifting undone: the pixels are those of the VAE's own decoder on raw latents."""
