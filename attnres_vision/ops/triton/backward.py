@@ -18,7 +18,7 @@ import triton.language as tl
 
 from attnres_vision.ops.triton.norm_backward import mix, norm_gradient
 from attnres_vision.ops.triton.rows import dot_by_head, load_row, place, store_row, store_sum, zeros
-from attnres_vision.ops.triton.source_gradient import factors_of, plus_products, products_of, store_gradient
+from attnres_vision.ops.triton.source_gradient import factors_of, plus, plus_products, products_of, store_gradient
 
 
 @triton.jit
@@ -68,10 +68,10 @@ def gradient_kernel(
     plain_sum = zeros(ROWS, TILE, HEADS * TILES)
     steps = tl.cdiv(num_tokens, ROWS)  # of one sample
     groups = tl.cdiv(steps, STEPS)
-    for step in range(STEPS):
-        index = (tl.program_id(0) % groups) * STEPS + step
-        sample, tokens, live, rows = place((tl.program_id(0) // groups) * steps + index, num_tokens, ROWS)
-        live = live & (index < steps)
+    group_sample, first = tl.program_id(0) // groups, (tl.program_id(0) % groups) * STEPS
+    # Hoisting what the sources have out of this loop would fill the registers with addresses
+    for step in tl.range(first, tl.minimum(first + STEPS, steps), disable_licm=True):
+        sample, tokens, live, rows = place(group_sample * steps + step, num_tokens, ROWS)
         at = rows * D
         last_at = num_blocks * num_rows + rows  # of the statistics
         upstream = load_row(grad_out, at, live, D, HEADS, TILE, TILES)
@@ -91,20 +91,22 @@ def gradient_kernel(
                 shared = (shared[0] + rest * factor * dot_by_head(earlier, upstream, HEADS, TILES)[0],)
         held = ()
         for i in tl.static_range(N):
-            exists = live & (i < num_blocks)
             offsets = sample * block_strides[i][0] + tokens * block_strides[i][1]
-            values = load_row(blocks[i], offsets, exists, D, HEADS, TILE, TILES)
-            if HOLD:
-                held = held + (values,)
-            stats_at = i * num_rows + rows
-            if rstd is not None:
-                hidden = mix(hidden, values, weights, stats_at, exists, factor, HEADS, TILES)
-            else:
-                terms = products_of(values, upstream, grad_weights, weights, stats_at, exists, factor, HEADS, TILES)[1]
-                total = ()
-                for head in tl.static_range(HEADS):
-                    total = total + (shared[head] + terms[head],)
-                shared = total
+            if HOLD:  # all loads at once
+                held = held + (load_row(blocks[i], offsets, live & (i < num_blocks), D, HEADS, TILE, TILES),)
+        for i in tl.static_range(N):
+            if i < num_blocks:
+                if HOLD:
+                    values = held[i]
+                else:
+                    offsets = sample * block_strides[i][0] + tokens * block_strides[i][1]
+                    values = load_row(blocks[i], offsets, live, D, HEADS, TILE, TILES)
+                at_i = i * num_rows + rows
+                if rstd is not None:
+                    hidden = mix(hidden, values, weights, at_i, live, factor, HEADS, TILES)
+                else:
+                    terms = products_of(values, upstream, grad_weights, weights, at_i, live, factor, HEADS, TILES)[1]
+                    shared = plus(shared, terms)
         if rstd is not None:
             upstream, scaled_sum, plain_sum = norm_gradient(
                 upstream, hidden, scaled_sum, plain_sum, grad_out, norm_weight, norm_scale, mean, rstd, sample, rows,
@@ -134,22 +136,22 @@ def gradient_kernel(
                 D, HEADS, TILE, TILES,
             )  # fmt: skip
         for i in tl.static_range(N):
-            exists = live & (i < num_blocks)
-            if HOLD:
-                values = held[i]
-            else:
-                offsets = sample * block_strides[i][0] + tokens * block_strides[i][1]
-                values = load_row(blocks[i], offsets, exists, D, HEADS, TILE, TILES)
-            factors = factors_of(
-                values, upstream, shared, grad_weights, weights, scores, inv_rms, i * num_rows + rows, exists,
-                scale, factor, D, HEADS, TILES,
-            )  # fmt: skip
-            if block_grads[i] is not None:
-                store_gradient(
-                    block_grads[i], block_grads[i] if ACCUMULATE else None, at, values, upstream, query, query_at,
-                    factors, exists, D, HEADS, TILE, TILES,
+            if i < num_blocks:
+                if HOLD:
+                    values = held[i]
+                else:
+                    offsets = sample * block_strides[i][0] + tokens * block_strides[i][1]
+                    values = load_row(blocks[i], offsets, live, D, HEADS, TILE, TILES)
+                factors = factors_of(
+                    values, upstream, shared, grad_weights, weights, scores, inv_rms, i * num_rows + rows, live,
+                    scale, factor, D, HEADS, TILES,
                 )  # fmt: skip
-            query_sum = plus_products(query_sum, values, factors[1], HEADS, TILES)
+                if block_grads[i] is not None:
+                    store_gradient(
+                        block_grads[i], block_grads[i] if ACCUMULATE else None, at, values, upstream, query, query_at,
+                        factors, live, D, HEADS, TILE, TILES,
+                    )  # fmt: skip
+                query_sum = plus_products(query_sum, values, factors[1], HEADS, TILES)
 
         if query_grad is not None and PER_TOKEN:
             store_row(query_grad, at, live, query_sum, D, HEADS, TILE, TILES)

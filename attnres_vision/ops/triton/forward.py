@@ -53,6 +53,7 @@ def read_kernel(
     TILE: tl.constexpr,
     TILES: tl.constexpr,
     ROWS: tl.constexpr,
+    MIXED: tl.constexpr,  # the blocks have several dtypes
 ):
     sample, tokens, live, rows = place(tl.program_id(0), num_tokens, ROWS)
     query_offsets = sample * query_strides[0] + tokens * query_strides[1]
@@ -73,18 +74,22 @@ def read_kernel(
         earlier = (tl.load(lse + rows, mask=live, other=0.0),)
         maxima, sums, mixture = _attend(values, earlier, maxima, sums, mixture, HEADS, TILES)
 
-    # The finished blocks. The next one is under way while this one is computed.
+    # The finished blocks. The next one is under way while this one is computed. A branch per block, not a mask: kernels
+    # of large buckets would else become one piece of code that takes minutes to compile and spills.
     offsets = sample * block_strides[0][0] + tokens * block_strides[0][1]
     following = load_row(blocks[0], offsets, live & (num_blocks > 0), D, HEADS, TILE, TILES)
+    following = to_fp32(following) if MIXED else following  # what branches give has one type
     for i in tl.static_range(N):
-        values = following
-        if i + 1 < N:
-            offsets = sample * block_strides[i + 1][0] + tokens * block_strides[i + 1][1]
-            following = load_row(blocks[i + 1], offsets, live & (i + 1 < num_blocks), D, HEADS, TILE, TILES)
-        exists = live & (i < num_blocks)
-        found, norm = _scores(values, query, query_offsets, exists, scale, eps, D, HEADS, TILE, TILES)
-        _store_stats(scores, inv_rms, i, found, norm, rows, num_rows, exists, HEADS)
-        maxima, sums, mixture = _attend(values, _unless(i < num_blocks, found), maxima, sums, mixture, HEADS, TILES)
+        if i < num_blocks:
+            values = following
+            if i + 1 < N:
+                offsets = sample * block_strides[i + 1][0] + tokens * block_strides[i + 1][1]
+                exists = live & (i + 1 < num_blocks)
+                following = load_row(blocks[i + 1], offsets, exists, D, HEADS, TILE, TILES)
+                following = to_fp32(following) if MIXED else following
+            found, norm = _scores(values, query, query_offsets, live, scale, eps, D, HEADS, TILE, TILES)
+            _store_stats(scores, inv_rms, i, found, norm, rows, num_rows, live, HEADS)
+            maxima, sums, mixture = _attend(values, found, maxima, sums, mixture, HEADS, TILES)
 
     _store_weights(weights, scores, maxima, sums, rows, num_rows, live, num_blocks, N, HEADS)
     hidden = _scaled(mixture, sums, factor, out, HEADS, TILES)
@@ -121,15 +126,6 @@ def _scores(
     for head in tl.static_range(HEADS):
         scores = scores + (scale * norm * dots[head],)
     return scores, norm
-
-
-@triton.jit
-def _unless(exists, scores):
-    """Scores of minus infinity for a source that does not exist."""
-    result = ()
-    for head in tl.static_range(len(scores)):
-        result = result + (tl.where(exists, scores[head], float("-inf")),)
-    return result
 
 
 @triton.jit

@@ -18,11 +18,11 @@ from attnres_vision.ops.triton.layout import Rows, element_size, on_device, rows
 
 # Numbers of a row that a thread may hold at once: backward keeps dh, a source and up to three sums of such rows.
 FORWARD_VALUES = 72
-BACKWARD_VALUES = 32
-HELD_REGISTERS = 96  # of a thread's 255, for sources held between the two walks of backward
+BACKWARD_VALUES = 24
+HELD_REGISTERS = 64  # of a thread's 255, for sources held between the two walks of backward
 # Tokens that one program of a backward kernel walks over before it writes its partial sums: 4 bytes per column and
 # group then stand against 4 n bytes per column and token.
-GROUP_TOKENS = 64
+GROUP_TOKENS = 32
 
 
 def forward(sources: Sequence[Tensor], inputs: Inputs, options: Options) -> Results:
@@ -64,6 +64,7 @@ def forward(sources: Sequence[Tensor], inputs: Inputs, options: Options) -> Resu
             options.factor,
             options.norm_eps,
             N=len(blocks),
+            MIXED=len({block.dtype for block in blocks}) > 1,
             **_constants(rows, tiling, options.heads),
         )
     return results
@@ -166,7 +167,7 @@ def backward_tiling(width: int, heads: int, element_size: int, num_blocks: int) 
     size = tiles.bucket(max(1, num_blocks)) + 1
     most = HELD_REGISTERS * 4 // (element_size * size)
     holding = tiles.tiling(width, heads, element_size, min(most, BACKWARD_VALUES))
-    if holding.values <= most:
+    if holding.values <= most and size <= 13:
         return holding, True
     return tiles.tiling(width, heads, element_size, BACKWARD_VALUES), False
 

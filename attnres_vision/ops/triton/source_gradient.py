@@ -67,3 +67,12 @@ def plus_products(sums, values, factors, HEADS: tl.constexpr, TILES: tl.constexp
     for c in tl.static_range(HEADS * TILES):
         result = result + (sums[c] + factors[c // TILES][:, None] * values[c].to(tl.float32),)
     return result
+
+
+@triton.jit
+def plus(left, right):
+    """left + right, for tuples."""
+    result = ()
+    for i in tl.static_range(len(left)):
+        result = result + (left[i] + right[i],)
+    return result

@@ -2,8 +2,8 @@
 
 Triton's blocks have sides that are powers of two, vision's widths do not: 768 = 3 x 256, 1152 = 9 x 128. A row is
 therefore a tuple of equal tiles, exact where the width allows it, so that no lane and no register holds padding.
-A 256-wide tile of 2-byte numbers is one 16-byte load for each of a warp's 32 lanes: a warp then owns whole rows, and
-the sums over a row are shuffles without a barrier, which lets the loads of the next source run ahead.
+A 256-wide tile of 2-byte numbers is one 16-byte load for each of a warp's 32 lanes. A program is one warp as long as
+its registers suffice: sums over a row are then shuffles, without a barrier or shared memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import functools
 
 MAX_WIDTH = 8192
 MAX_SOURCES = 257
-WARPS = 4
 MIN_TILE = 16  # of columns
 # Sides of the tuple of block pointers that kernels are compiled for: a read of n sources uses the next one up, and
 # the surplus loads are switched off. One kernel per n would compile 57 times for a 28-layer Full model.
@@ -49,19 +48,20 @@ def tiling(width: int, heads: int, element_size: int, max_values: int) -> Tiling
     slice_width = width // heads
     unit = 512 // element_size  # columns that a warp loads in one instruction of 16 bytes per lane
     choices = []
-    tile = MIN_TILE
-    while tile <= 2048:
-        warps = WARPS if tile <= 1024 else 2 * WARPS
-        tiles = -(-slice_width // tile)
-        waste = tiles * tile / slice_width
-        for narrow in (1, 2, 4):  # loads of 16, 8 or 4 bytes
-            rows = max(1, unit * warps // tile // narrow)
-            values = heads * tiles * rows * tile // (32 * warps)
-            far = abs(unit.bit_length() - tile.bit_length())
-            # In this order: fits into registers, little padding, full loads, a warp owns its rows, exact, the widest
-            order = (max(0, values - max_values), waste > 1.13, narrow, tile > unit, waste, far)
-            choices.append((order, Tiling(rows, tile, tiles, warps, values)))
-        tile *= 2
+    for warps in (1, 2, 4, 8):
+        tile = MIN_TILE
+        while tile <= unit * warps:
+            tiles = -(-slice_width // tile)
+            waste = tiles * tile / slice_width
+            for narrow in (1, 2):  # loads of 16 or 8 bytes
+                rows = unit * warps // tile // narrow
+                if rows == 0 or (warps > 1 and rows > 1):
+                    continue
+                values = heads * tiles * rows * tile // (32 * warps)
+                # In this order: fits into registers, little padding, wide loads, few warps, exact, wide tiles
+                order = (max(0, values - max_values), waste > 1.13, narrow, warps, waste, -tile)
+                choices.append((order, Tiling(rows, tile, tiles, warps, values)))
+            tile *= 2
     return min(choices, key=lambda choice: choice[0])[1]
 
 
