@@ -149,7 +149,8 @@ def sweep_blocks(folder: Path, groups: Sequence[dict[str, Any]]) -> list[Block]:
     plots_diffusion.sweep(folder / "sweep.png", groups)
     text = (
         f"Final validation loss of every setting; mean and range over the seeds. Dashed, with its band: the best of "
-        f"{len(groups[0]['settings'])} settings of {groups[0]['label']}."
+        f"{len(groups[0]['settings'])} settings of {groups[0]['label']}. Last column of the table: difference to the "
+        f"best of {groups[0]['label']} with the learning rate of the kind's best setting."
     )
     shown = "Everything below and the plots above show the best setting of each kind; the first table has them all."
     return [

@@ -21,9 +21,11 @@ def sweep(results: Sequence[Result], baseline: str) -> list[dict[str, Any]]:
     """The groups of a table, the baseline's first; empty if the table is no sweep.
 
     Returns:
-        For each group `{"label", "axes", "settings", "best", "difference"}`: the numeric fields that vary in it; its
-        settings `{"variant", "lr", "values", "val_loss"}` with the axes' values and mean, sd and values over the seeds;
-        the setting with the lowest mean; and its differences, by seed, to the baseline group's best.
+        For each group `{"label", "axes", "settings", "best", "edges", "difference", "difference_same_lr"}`: the numeric
+        fields that vary in it; its settings `{"variant", "lr", "values", "val_loss"}` with the axes' values and the
+        spread over the seeds; the setting with the lowest mean; the axes on which that is the least or the largest
+        value tried; its differences, by seed, to the baseline group's best, and to the best of those with its own
+        learning rate (None without one).
     """
     runs: dict[tuple[str, float], list[Result]] = {}
     for result in results:
@@ -41,11 +43,14 @@ def sweep(results: Sequence[Result], baseline: str) -> list[dict[str, Any]]:
     if all(variant != baseline for variant, _ in groups[0]):
         return []  # every run of the baseline failed: nothing to compare with
     found = [_entry(members, axes, kinds, varying, runs) for members in groups]
-    first = found[0]["best"]
     for entry in found[1:]:
         best = entry["best"]
-        pair = runs[best["variant"], best["lr"]], runs[first["variant"], first["lr"]]
-        entry["difference"] = paired(*pair, lambda result: result["val_loss"])
+        same_lr = [setting for setting in found[0]["settings"] if setting["lr"] == best["lr"]]
+        for key, others in (("difference", found[0]["settings"]), ("difference_same_lr", same_lr)):
+            if others:
+                other = _lowest(others)
+                pair = runs[best["variant"], best["lr"]], runs[other["variant"], other["lr"]]
+                entry[key] = paired(*pair, lambda result: result["val_loss"])
     return found
 
 
@@ -92,13 +97,20 @@ def _entry(
         }
         for setting in members
     ]
-    best = min(settings, key=lambda setting: setting["val_loss"]["mean"])
+    best = _lowest(settings)
+    tried = {name: [setting["values"][name] for setting in settings] for name in inside}
+    edges = [name for name, values in tried.items() if best["values"][name] in (min(values), max(values))]
     # what all kinds that have a field agree on ("mode: block") tells none of them apart
     telling = [
         name for name in kinds if len({repr(value) for value in varying[name].values() if value is not None}) > 1
     ]
     label = ", ".join(filter(None, (_word(name, varying[name][members[0]]) for name in telling))) or members[0][0]
-    return {"label": label, "axes": inside, "settings": settings, "best": best, "difference": None}
+    entry = {"label": label, "axes": inside, "settings": settings, "best": best, "edges": edges}
+    return {**entry, "difference": None, "difference_same_lr": None}
+
+
+def _lowest(settings: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return min(settings, key=lambda setting: setting["val_loss"]["mean"])
 
 
 def _fields(config: Mapping[str, Any]) -> dict[str, Any]:

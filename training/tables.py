@@ -81,6 +81,7 @@ def sweep_table(groups: Sequence[dict[str, Any]]) -> list[list[str]]:
                 shown_spread(group["best"]["val_loss"], 4),
                 f"{max(values):.4f}",
                 shown_spread(group["difference"], 4, sign=True),
+                shown_spread(group["difference_same_lr"], 4, sign=True),
             ]
         )
     return rows
@@ -180,6 +181,13 @@ def _sweep_sentences(groups: Sequence[dict[str, Any]]) -> list[str]:
             f"the best of {len(groups[0]['settings'])} of {groups[0]['label']} ({setting_text(groups[0]['best'])}), "
             f"validation loss: {shown}; {verdict}."
         )
+    ends = []
+    for group in groups:
+        at_the_end = {name: group["best"]["values"][name] for name in group["edges"]}
+        ends += [f"{group['label']} ({setting_text({'values': at_the_end})})"] if at_the_end else []
+    if ends:
+        text = "The best lies at the edge of what was tried, so there may be better beyond"
+        sentences.append(f"{text}: {'; '.join(ends)}.")
     budgets = {len(group["settings"]) for group in groups}
     if len(budgets) > 1:
         counted = "; ".join(f"{group['label']}: {len(group['settings'])}" for group in groups)

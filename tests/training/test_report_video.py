@@ -216,6 +216,23 @@ def test_a_sweep_finds_its_kinds_axes_and_best_settings(tmp_path: Path) -> None:
     best = 0.26 - 0.06
     assert groups[1]["difference"]["values"] == pytest.approx([best + 0.03 - 0.25] * 2)
     assert groups[2]["difference"]["values"] == pytest.approx([best - 0.25] * 2)
+    assert groups[0]["edges"] == [] and sorted(groups[1]["edges"]) == sorted(groups[1]["axes"])
+
+
+def test_a_kind_that_was_tried_at_another_learning_rate_is_also_compared_at_its_own(tmp_path: Path) -> None:
+    results = [
+        result(
+            tmp_path, f"standard-{lr:g}" if lr != 1e-3 else "standard", 0, loss, {"optim": {"lr": lr}}, samples=False
+        )
+        for lr, loss in ((1e-3, 0.5), (2e-3, 0.4), (4e-3, 0.3))
+    ]
+    block = merge(ATTNRES, {"optim": {"lr": 1e-3}})
+    results.append(result(tmp_path, "block", 0, 0.45, block, samples=False))
+    text, _, found = written(tmp_path / "out", results)
+    entry = found["sweep"][1]
+    assert entry["difference"]["mean"] == pytest.approx(0.15)
+    assert entry["difference_same_lr"]["mean"] == pytest.approx(-0.05)
+    assert "better beyond: standard (lr 0.004)." in text
 
 
 def test_the_report_of_a_sweep_compares_best_with_best_and_says_how_it_was_picked(tmp_path: Path) -> None:
@@ -249,11 +266,12 @@ def test_fewer_settings_than_another_kind_are_named() -> None:
     spread = summary.spread([0.1, 0.2])
     setting = {**best, "val_loss": spread}
     groups = [
-        {"label": "standard", "settings": [setting] * 3, "best": setting, "difference": None},
+        {"label": "standard", "settings": [setting] * 3, "best": setting, "edges": [], "difference": None},
         {
             "label": "attnres",
             "settings": [setting] * 9,
             "best": setting,
+            "edges": [],
             "difference": {**summary.spread([-0.1, 0.1]), "same_sign": False},
         },
     ]
