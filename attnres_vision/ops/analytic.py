@@ -65,20 +65,30 @@ def read_forward(
             weights = scores.softmax(0)
             _mix_into(out, values, weights, factor)
         else:
-            weights = torch.cat([scores, lse.view(1, *scores.shape[1:])]).softmax(0)[:-1]
-            _mix_into(out, values, weights, factor, _rows(mixed))
+            weights = torch.sigmoid(scores - lse.view(scores.shape))
+            _mix_into(out, values, weights, factor, (_rows(mixed), _rest(scores, lse)))
     stats = (len(sources), *shape[:-1])
     out = out.view(shape).to(out_dtype)
     return out, weights.view(*stats, heads), scores.view(*stats, heads), inv_rms.view(stats)
 
 
-def mix(sources: Sequence[Tensor], weights: Tensor, factor: float, mixed: Tensor | None = None) -> Tensor:
+def mix(
+    sources: Sequence[Tensor],
+    weights: Tensor,
+    factor: float,
+    scores: Tensor,
+    mixed: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> Tensor:
     """h = factor * sum_i a_i v_i once more, from the weights (n, ..., heads): the same bits as `read_forward`."""
     values = [_rows(source) for source in sources]
     out = weights.new_empty(values[0].shape)
     with no_autocast(out.device.type):
-        rows = None if mixed is None else _rows(mixed)
-        _mix_into(out, values, weights.view(len(values), *out.shape[:-1], weights.shape[-1]), factor, rows)
+        weights = weights.view(len(values), *out.shape[:-1], weights.shape[-1])
+        earlier = None
+        if mixed is not None and lse is not None:
+            earlier = _rows(mixed), _rest(scores.view(weights.shape), lse)
+        _mix_into(out, values, weights, factor, earlier)
     return out.view(sources[0].shape).to(promoted_dtype(sources if mixed is None else [*sources, mixed]))
 
 
@@ -93,7 +103,12 @@ def _mix_into(out: Tensor, values: list[Tensor], weights: Tensor, factor: float,
         else:
             mixed.addcmul_(value, weight)
     if earlier is not None:
-        mixed.addcmul_(earlier.to(out.dtype), factor * (1 - weights.sum(0)))
+        mixed.addcmul_(earlier[0].to(out.dtype), factor * earlier[1])
+
+
+def _rest(scores: Tensor, lse: Tensor) -> Tensor:
+    """The weight of what a read continues: 1 - the one source's, which would cancel."""
+    return torch.sigmoid(lse.view(scores.shape[1:]) - scores[0])
 
 
 def read_backward(
@@ -109,10 +124,13 @@ def read_backward(
     needs_grad: Sequence[bool],
     gradients: Sequence[SourceGradient | None],
     mixed: Tensor | None = None,
+    lse: Tensor | None = None,
+    grad_lse: Tensor | None = None,
 ) -> list[Tensor | None]:
     """Gradients of the sources, the query, `mixed` and `lse`, None where `needs_grad` has no mark or nothing was given.
 
-    The gradient of a source with an entry in `gradients` is added there, and None in the result.
+    The gradient of a source with an entry in `gradients` is added there, and None in the result. `grad_lse` (...) is
+    the gradient of the log-sum-exp of the scores, where that is a result too (two_phase.py).
     """
     dtype, heads, num_sources = weights.dtype, weights.shape[-1], len(sources)
     if grad_out is None:  # only the weights have a gradient: rare, and not worth a case of its own there
@@ -143,9 +161,13 @@ def read_backward(
         if grad_weights is not None:
             products.add_(grad_weights.view(weights.shape))
         average = (weights * products).sum(0)
+        if grad_lse is not None:  # d lse / d s_i = a_i
+            average -= grad_lse.reshape(average.shape)
         mixed_grad = lse_grad = None
-        if mixed is not None and grad_out is not None:  # one more source, of which only the score counts
-            left_over = 1 - weights.sum(0)
+        if (
+            mixed is not None and lse is not None and grad_out is not None
+        ):  # one more source, of which only the score counts
+            left_over = _rest(scores, lse)
             product = torch.empty_like(average)
             _row_dot(_rows(mixed).to(dtype), grad_out, scratch=scratch, result=product)
             average += left_over * factor * product

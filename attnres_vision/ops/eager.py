@@ -84,6 +84,7 @@ def gradients(
         marks,
         collected,
         inputs.mixed,
+        inputs.lse,
     )
     if grad_partial is not None:
         last = source_grads[-1]
@@ -101,7 +102,7 @@ def _norm_gradients(
     needs: dict[str, bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of h and of the norm's weight and bias."""
-    hidden = mix(sources, saved.weights, options.factor, inputs.mixed)
+    hidden = mix(sources, saved.weights, options.factor, saved.scores, inputs.mixed, inputs.lse)
     if options.norm == "layer":
         marks = [True, needs["norm_weight"], needs["norm_bias"]]
         return torch.ops.aten.native_layer_norm_backward(

@@ -30,7 +30,8 @@ def gradient_kernel(
     last_strides,
     last_grad,  # None where no gradient is asked for
     last_upstream,  # None, or a gradient of the last source from elsewhere, to be added
-    mixed,  # None, or what the forward pass merged with, and the gradients of that and of its log-sum-exp
+    mixed,  # None, or what the forward pass merged with, its log-sum-exp, and the gradients of both
+    lse,
     mixed_grad,
     lse_grad,
     query,
@@ -84,7 +85,8 @@ def gradient_kernel(
             shared = products_of(newest, upstream, grad_weights, weights, last_at, live, factor, HEADS, TILES)[1]
         if mixed is not None:
             earlier = load_row(mixed, at, live, D, HEADS, TILE, TILES)
-            rest = 1 - tl.load(weights + last_at, mask=live, other=0.0)
+            score = tl.load(scores + last_at, mask=live, other=0.0)
+            rest = tl.sigmoid(tl.load(lse + rows, mask=live, other=0.0) - score)  # and not 1 - weight, which cancels
             if rstd is not None:
                 hidden = plus_products(hidden, earlier, (factor * rest,), HEADS, TILES)
             else:

@@ -72,7 +72,7 @@ def read_kernel(
     if mixed is not None:
         values = load_row(mixed, rows * D, live, D, HEADS, TILE, TILES)
         earlier = (tl.load(lse + rows, mask=live, other=0.0),)
-        maxima, sums, mixture = _attend(values, earlier, maxima, sums, mixture, HEADS, TILES)
+        maxima, sums, mixture = attend(values, earlier, maxima, sums, mixture, HEADS, TILES)
 
     # The finished blocks. The next one is under way while this one is computed. A branch per block, not a mask: kernels
     # of large buckets would else become one piece of code that takes minutes to compile and spills.
@@ -89,10 +89,10 @@ def read_kernel(
                 following = to_fp32(following) if MIXED else following
             found, norm = _scores(values, query, query_offsets, live, scale, eps, D, HEADS, TILE, TILES)
             _store_stats(scores, inv_rms, i, found, norm, rows, num_rows, live, HEADS)
-            maxima, sums, mixture = _attend(values, found, maxima, sums, mixture, HEADS, TILES)
+            maxima, sums, mixture = attend(values, found, maxima, sums, mixture, HEADS, TILES)
 
     _store_weights(weights, scores, maxima, sums, rows, num_rows, live, num_blocks, N, HEADS)
-    hidden = _scaled(mixture, sums, factor, out, HEADS, TILES)
+    hidden = scaled(mixture, sums, factor, out, HEADS, TILES)
     if rstd is not None:
         hidden = _normed(
             hidden, sample, rows, live, norm_weight, norm_bias, norm_scale, norm_shift, mean, rstd, norm_eps,
@@ -137,7 +137,7 @@ def _ones(like):
 
 
 @triton.jit
-def _attend(values, scores, maxima, sums, mixture, HEADS: tl.constexpr, TILES: tl.constexpr):
+def attend(values, scores, maxima, sums, mixture, HEADS: tl.constexpr, TILES: tl.constexpr):
     """One step of the running softmax."""
     new_maxima, new_sums, new_mixture = (), (), ()
     for head in tl.static_range(HEADS):
@@ -147,12 +147,14 @@ def _attend(values, scores, maxima, sums, mixture, HEADS: tl.constexpr, TILES: t
         new_maxima = new_maxima + (maximum,)
         new_sums = new_sums + (sums[head] * kept + weight,)
         for c in tl.static_range(head * TILES, (head + 1) * TILES):
-            new_mixture = new_mixture + (mixture[c] * kept[:, None] + values[c].to(tl.float32) * weight[:, None],)
+            # Queries of several readers (two_phase.py) are like heads that each take the whole row
+            value = values[c % len(values)].to(tl.float32)
+            new_mixture = new_mixture + (mixture[c] * kept[:, None] + value * weight[:, None],)
     return new_maxima, new_sums, new_mixture
 
 
 @triton.jit
-def _scaled(mixture, sums, factor, out, HEADS: tl.constexpr, TILES: tl.constexpr):
+def scaled(mixture, sums, factor, out, HEADS: tl.constexpr, TILES: tl.constexpr):
     """h, rounded to what it is stored as: a norm that follows sees the same numbers, fused or not."""
     hidden = ()
     for head in tl.static_range(HEADS):

@@ -46,7 +46,7 @@ def forward(sources: Sequence[Tensor], inputs: Inputs, options: Options) -> Resu
             (0, 0) if add is None else strides(add),
             None if add is None else partial,
             _contiguous(inputs.mixed),
-            inputs.lse,
+            _contiguous(inputs.lse),
             rows.query,
             strides(rows.query),
             out,
@@ -65,7 +65,7 @@ def forward(sources: Sequence[Tensor], inputs: Inputs, options: Options) -> Resu
             options.norm_eps,
             N=len(blocks),
             MIXED=len({block.dtype for block in blocks}) > 1,
-            **_constants(rows, tiling, options.heads),
+            **constants(rows, tiling, options.heads),
         )
     return results
 
@@ -98,7 +98,7 @@ def gradients(
     if grad_out is None:  # only the weights or the sum have a gradient: rare, and not worth a case of its own
         grad_out = torch.zeros_like(sources[0], memory_format=torch.contiguous_format)
 
-    targets, accumulate = _targets(sources, needs_grad, collected)
+    targets, accumulate = gradient_targets(sources, needs_grad, collected)
     query_grad = scaled_sums = plain_sums = None
     if needs["query"] or needs["left"] or needs["right"]:
         query_grad = saved.weights.new_empty(sources[0].shape if per_token else (programs, width))
@@ -121,6 +121,7 @@ def gradients(
             targets[-1],
             _contiguous(targets[-1] if collected[-1] is not None else grad_partial),
             mixed,
+            _contiguous(inputs.lse),
             found["mixed"],
             found["lse"],
             rows.query,
@@ -147,7 +148,7 @@ def gradients(
             PER_TOKEN=per_token,
             ACCUMULATE=accumulate,
             HOLD=hold,
-            **_constants(rows, tiling, heads),
+            **constants(rows, tiling, heads),
         )
     if query_grad is not None and not per_token:
         per_sample = query.dim() == 2 and sources[0].dim() > 2
@@ -172,11 +173,14 @@ def backward_tiling(width: int, heads: int, element_size: int, num_blocks: int) 
     return tiles.tiling(width, heads, element_size, BACKWARD_VALUES), False
 
 
-def _targets(
-    sources: Sequence[Tensor], needs_grad: Sequence[bool], collected: Sequence[SourceGradient | None]
+def gradient_targets(
+    sources: Sequence[Tensor],
+    needs_grad: Sequence[bool],
+    collected: Sequence[SourceGradient | None],
+    accumulate: bool = False,
 ) -> tuple[list[Tensor | None], bool]:
     """Where the gradient of each source goes, and whether the blocks' gradients are added to what is there."""
-    accumulate = any(entry is not None for entry in collected[:-1])
+    accumulate = accumulate or any(entry is not None for entry in collected[:-1])
     targets: list[Tensor | None] = []
     for index, (source, gradient) in enumerate(zip(sources, collected, strict=True)):
         if not needs_grad[index]:
@@ -207,7 +211,8 @@ def _norm_gradients(scaled: Tensor, plain: Tensor, inputs: Inputs, needs: dict[s
     return found
 
 
-def _constants(rows: Rows, tiling: tiles.Tiling, heads: int) -> dict[str, Any]:
+def constants(rows: Rows, tiling: tiles.Tiling, heads: int) -> dict[str, Any]:
+    """The constants that all kernels take."""
     return {
         "D": rows.width,
         "HEADS": heads,

@@ -38,6 +38,14 @@ class Rows:
         rows = tensor.reshape(self.samples, self.tokens, self.width)
         return rows if rows.stride(-1) == 1 or self.width == 1 else rows.contiguous()
 
+    def view_query(self, query: Tensor) -> Tensor:
+        """A query (D,), (B, D) or of a source's shape, with stride 0 for what shares it."""
+        if query.dim() == 1:
+            return query.contiguous().expand(self.samples, self.tokens, self.width)
+        if query.numel() == self.samples * self.width and query.dim() == 2 and self.tokens != 1:
+            return query.contiguous().unsqueeze(1).expand(self.samples, self.tokens, self.width)
+        return self.view(query)
+
     def block_arguments(self) -> tuple[tuple[Tensor, ...], tuple[tuple[int, int], ...]]:
         """Pointers and strides up to the bucket: the last block (or the last source) again for what is missing."""
         size = tiles.bucket(max(1, len(self.blocks)))
@@ -57,14 +65,8 @@ def rows_of(sources: Sequence[Tensor], query: Tensor, inputs: Inputs) -> Rows:
     if first.dim() > 2 and (per_sample or not all(tensor.is_contiguous() for tensor in tensors)):
         samples = first.shape[0]
     tokens = first.numel() // (samples * width) if first.numel() else 0
-    if query.dim() == 1:
-        query = query.expand(samples, tokens, width)
-    elif query.dim() == 2 and first.dim() > 2:
-        query = query.unsqueeze(1).expand(samples, tokens, width)
     rows = Rows(samples, tokens, width, [], first, query)
-    rows.query = query if query.dim() == 3 and query.stride(-1) == 1 else rows.view(query)
-    if query.shape != rows.query.shape:
-        rows.query = rows.view(query)
+    rows.query = rows.view_query(query)
     rows.blocks = [rows.view(source) for source in sources[:-1]]
     rows.last = rows.view(sources[-1])
     return rows

@@ -65,7 +65,8 @@ def plus_products(sums, values, factors, HEADS: tl.constexpr, TILES: tl.constexp
     """sums + factors * values, with one factor (ROWS,) per head."""
     result = ()
     for c in tl.static_range(HEADS * TILES):
-        result = result + (sums[c] + factors[c // TILES][:, None] * values[c].to(tl.float32),)
+        value = values[c % len(values)].to(tl.float32)  # see forward.attend
+        result = result + (sums[c] + factors[c // TILES][:, None] * value,)
     return result
 
 
