@@ -131,8 +131,8 @@ def sweep(path: Path, groups: Sequence[Mapping[str, Any]]) -> None:
 
     The axis with most values runs to the right, the others make the curves of a panel.
     """
-    columns = min(3, len(groups))
-    rows = -(-len(groups) // columns)
+    rows = -(-len(groups) // 4)
+    columns = -(-len(groups) // rows)
     base = groups[0]["best"]["val_loss"]["values"]
     with rc_context(STYLE):
         figure = Figure(figsize=(2.9 * columns + 0.4, 2.7 * rows), layout="constrained")

@@ -65,6 +65,12 @@ def bucket_table(summary: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def _best_of(group: dict[str, Any]) -> str:
+    number = len(group["settings"])
+    setting = setting_text(group["best"]) or group["best"]["variant"]
+    return f"best of {number} setting{'s' if number != 1 else ''} of {group['label']} ({setting})"
+
+
 def sweep_table(groups: Sequence[dict[str, Any]]) -> list[list[str]]:
     """Every kind of model in a sweep with the number of its settings and the best one."""
     rows = [
@@ -176,11 +182,11 @@ def _sweep_sentences(groups: Sequence[dict[str, Any]]) -> list[str]:
             verdict = f"{'lower' if values[0] < 0 else 'higher'} with every one of the {number} seeds"
         else:
             verdict = f"lower with {sum(value < 0 for value in values)} of {number} seeds: not told apart"
-        sentences.append(
-            f"Best of {len(group['settings'])} settings of {group['label']} ({setting_text(group['best'])}) against "
-            f"the best of {len(groups[0]['settings'])} of {groups[0]['label']} ({setting_text(groups[0]['best'])}), "
-            f"validation loss: {shown}; {verdict}."
-        )
+        text = f"The {_best_of(group)} against the {_best_of(groups[0])}, validation loss: {shown}; {verdict}."
+        if group["difference_same_lr"] and group["best"]["lr"] != groups[0]["best"]["lr"]:
+            same = ", ".join(f"{value:+.4f}" for value in group["difference_same_lr"]["values"])
+            text += f" Against {groups[0]['label']} at its own learning rate, {group['best']['lr']:g}: {same}."
+        sentences.append(text)
     ends = []
     for group in groups:
         at_the_end = {name: group["best"]["values"][name] for name in group["edges"]}

@@ -233,6 +233,7 @@ def test_a_kind_that_was_tried_at_another_learning_rate_is_also_compared_at_its_
     assert entry["difference"]["mean"] == pytest.approx(0.15)
     assert entry["difference_same_lr"]["mean"] == pytest.approx(-0.05)
     assert "better beyond: standard (lr 0.004)." in text
+    assert "at its own learning rate, 0.001: -0.0500." in text
 
 
 def test_the_report_of_a_sweep_compares_best_with_best_and_says_how_it_was_picked(tmp_path: Path) -> None:
@@ -272,6 +273,7 @@ def test_fewer_settings_than_another_kind_are_named() -> None:
             "settings": [setting] * 9,
             "best": setting,
             "edges": [],
+            "difference_same_lr": None,
             "difference": {**summary.spread([-0.1, 0.1]), "same_sign": False},
         },
     ]
