@@ -7,6 +7,7 @@ depth parameters can be saved alone, like a LoRA.
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -64,6 +65,7 @@ def attach(model: nn.Module, config: AttnResConfig | Mapping[str, Any] | None = 
         return depth.train(host.training)
 
     _begin(plan)
+    of_block: dict[tuple[str, int], list[DepthAttention]] = defaultdict(list)
     for place in plan.places:
         depth = reader(
             place.path,
@@ -75,6 +77,10 @@ def attach(model: nn.Module, config: AttnResConfig | Mapping[str, Any] | None = 
             keyword=place.keyword,
         )
         add_reader(host.get_submodule(place.path), depth, place.attribute)
+        of_block[place.stream, place.index // plan.block_size].append(depth)
+    if plan.config.query != "token" and plan.config.heads == 1:
+        for block in of_block.values():
+            _share_reads(block)
     for path in plan.exits:
         add_final_reader(host, path, reader(path, family.streams[0].name, opens_block=True))
     for path in families.exit_modules(host, family.shared_exits):
@@ -84,6 +90,14 @@ def attach(model: nn.Module, config: AttnResConfig | Mapping[str, Any] | None = 
         host.__class__ = (family.host_class or timm_host_class)(cast(Any, type(host)))
     cast(AttnResHost, host).attached()
     return model
+
+
+def _share_reads(block: list[DepthAttention]) -> None:
+    """Tell the readers of a block of each other, for two-phase reads."""
+    if block[0].opens_block and all(depth.query is not None for depth in block):
+        block[0].block_readers = tuple(block)
+        for place, depth in enumerate(block):
+            depth.place_in_block = place
 
 
 def _begin(plan: Plan) -> None:

@@ -48,6 +48,10 @@ class AttnResConfig:
         form: `"sum"` multiplies the weighted mean by the number of sources, which makes zero queries compute exactly
             the standard residual; `"mean"` is the paper's formula.
         key_eps: epsilon of the keys' RMSNorm.
+        two_phase: the first reader of a block reads the finished blocks for all its readers, which saves reading them
+            again (not with `query="token"` or depth heads, which it leaves alone). `None` does so without gradients
+            on a GPU; `True` also in training, where every other reader then keeps one more tensor for backward, and
+            on a CPU; `False` never. The result is the same but for rounding.
 
     Raises:
         ValueError: naming the field, the value and what is allowed.
@@ -63,6 +67,7 @@ class AttnResConfig:
     scale: float = 1.0
     form: Form = "sum"
     key_eps: float = 1e-6
+    two_phase: bool | None = None
 
     def __post_init__(self) -> None:
         for field, allowed in (("mode", Mode), ("query", Query), ("form", Form)):
@@ -73,6 +78,7 @@ class AttnResConfig:
         _check("heads", self.heads, _is_int(self.heads) and self.heads >= 1, "an integer of at least 1")
         _check("scale", self.scale, _is_number(self.scale) and self.scale != 0, "a finite number other than 0")
         _check("key_eps", self.key_eps, _is_number(self.key_eps) and self.key_eps > 0, "a finite number above 0")
+        _check("two_phase", self.two_phase, self.two_phase in (None, True, False), "True, False or None")
         _check("rank", self.rank, self.rank is None or self.query != "static", "None when query is 'static'")
 
         if self.condition is not None:

@@ -8,7 +8,7 @@ called with this object and hands it to `F.layer_norm` or `F.rms_norm`, which as
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import timm.layers
 import torch.nn.functional as F
@@ -17,18 +17,25 @@ from torch import Tensor, nn
 from attnres_vision.ops import Norm, decomposed, dispatch, operator
 from attnres_vision.ops.reference import autocast_enabled, promoted_dtype
 
+if TYPE_CHECKING:
+    from attnres_vision.stream import DepthStream
+
 
 class LazyRead:
     """The arguments of one depth attention. Everything but these norms sees the tensor it stands for."""
 
-    def __init__(self, sources: Sequence[Tensor], query: Tensor, **options: Any) -> None:
+    def __init__(
+        self, sources: Sequence[Tensor], query: Tensor, *, stream: DepthStream | None = None, **options: Any
+    ) -> None:
+        """`stream`: the last source is its partial sum, to which an output may still have to be added."""
         self._sources, self._query, self._options = sources, query, options
+        self._stream = stream
         self._tensor: Tensor | None = None
 
     def tensor(self) -> Tensor:
         """The hidden states (..., D), computed once."""
         if self._tensor is None:
-            self._tensor = operator.depth_attention(self._sources, self._query, kernel=self._kernel(), **self._options)
+            self._tensor = self._read()
         return self._tensor
 
     def layer_norm(
@@ -37,13 +44,13 @@ class LazyRead:
         """`F.layer_norm(self, ...)`, fused where one dtype and the width allow it."""
         if tuple(shape) != self._sources[0].shape[-1:] or not self._same_result(weight, bias):
             return F.layer_norm(self.tensor(), list(shape), weight, bias, eps)
-        return self._normed(Norm("layer", eps, weight, bias))
+        return self._read(Norm("layer", eps, weight, bias))
 
     def rms_norm(self, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
         """`F.rms_norm(self, ...)`, likewise."""
         if tuple(shape) != self._sources[0].shape[-1:] or eps is None or not self._same_result(weight):
             return F.rms_norm(self.tensor(), list(shape), weight, eps)
-        return self._normed(Norm("rms", eps, weight))
+        return self._read(Norm("rms", eps, weight))
 
     def _same_result(self, *parameters: Tensor | None) -> bool:
         """Whether the fused norm returns what PyTorch's would, dtype and all: one dtype, no autocast."""
@@ -51,11 +58,20 @@ class LazyRead:
         one_dtype = all(operand.dtype == self._sources[0].dtype for operand in operands)
         return one_dtype and not autocast_enabled(self._sources[0].device.type)
 
-    def _normed(self, norm: Norm) -> Tensor:
-        return operator.depth_attention(self._sources, self._query, norm=norm, kernel=self._kernel(), **self._options)
-
-    def _kernel(self) -> str:
-        return dispatch.choose(self._sources, self._options.get("heads", 1))
+    def _read(self, norm: Norm | None = None) -> Tensor:
+        kernel = dispatch.choose(self._sources, self._options.get("heads", 1))
+        stream, sources = self._stream, self._sources
+        if stream is None:
+            return operator.depth_attention(sources, self._query, norm=norm, kernel=kernel, **self._options)
+        if stream.pending is None:  # somebody else has made the sum since
+            assert stream.partial is not None
+            sources = (*sources[:-1], stream.partial)
+            return operator.depth_attention(sources, self._query, norm=norm, kernel=kernel, **self._options)
+        out, total = operator.depth_attention(
+            sources, self._query, add=stream.pending, norm=norm, kernel=kernel, **self._options
+        )
+        stream.settle(total)
+        return out
 
     # What adaLN modules ask of their input before they norm it
     dtype = property(lambda self: promoted_dtype(self._sources))

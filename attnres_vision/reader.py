@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnres_vision import ops
+from attnres_vision import ops, two_phase
 from attnres_vision.config import AttnResConfig
 from attnres_vision.lazy import LazyRead, may_be_lazy
 from attnres_vision.ops.reference import compute_dtype
@@ -74,6 +74,9 @@ class DepthAttention(nn.Module):
         self.given, self.given_other = dim if given is None else given, given_other
         self.kind = config.query if self.given else "static"
         self.unused = unused
+        # For two-phase reads: the readers of the block that this one opens, and its place among those of its block
+        self.block_readers: tuple[DepthAttention, ...] = ()
+        self.place_in_block = 0
         shapes: dict[str, tuple[int, ...]] = {}
         if not only_embedding and not unused:
             shapes["query"] = (dim,)
@@ -118,23 +121,34 @@ class DepthAttention(nn.Module):
         if stream.bounds is not None or stream.cast is not None:
             plain = self.forward(dataclasses.replace(stream, bounds=None, cast=None)).to(stream.dtype)
             return plain if stream.bounds is None else plain.clamp(*stream.bounds)
-        sources = stream.sources()
         if self.query is None:
+            sources = stream.sources()
             if len(sources) != 1 and not self.unused:
                 raise ValueError(f"reader {self.name!r} reads only the embedding, got {len(sources)} sources")
             return stream.total()
-        if ops.decomposed.is_needed() or self._low_rank_is_small():
-            read = ops.depth_attention(sources, self.compute_query(stream), **self._options())
-            assert isinstance(read, Tensor)
-            return read
-        return self.lazy(stream).tensor()
+        if ops.decomposed.is_needed():
+            return ops.depth_attention(stream.sources(), self.compute_query(stream), **self._options())
+        read = self.lazy(stream)
+        return read.tensor() if isinstance(read, LazyRead) else read
 
-    def lazy(self, stream: DepthStream) -> LazyRead:
-        """The same read, to be computed with the LayerNorm that takes it."""
+    def lazy(self, stream: DepthStream) -> LazyRead | Tensor:
+        """The same read, to be computed with the norm that takes it; what is known already is a tensor."""
         assert self.query is not None
+        options = self._options()
+        if two_phase.is_shared(self, stream):
+            if self.opens_block:
+                return two_phase.read_ahead(self, stream)
+            assert stream.ahead is not None and stream.partial is not None
+            earlier = (*stream.ahead[self.place_in_block], len(stream.blocks))
+            query = self.compute_query(stream)
+            return LazyRead((stream.partial,), query, stream=stream, earlier=earlier, **options)
         if self._low_rank_is_small():
-            return LazyRead(stream.sources(), self.compute_query(stream), **self._options())
-        return LazyRead(stream.sources(), self.query, low_rank=self._factors(stream), **self._options())
+            query = self.compute_query(stream)
+        else:
+            query, options["low_rank"] = self.query, self._factors(stream)
+        if stream.pending is not None and stream.partial is not None:  # the query has not asked for the sum
+            return LazyRead((*stream.blocks, stream.partial), query, stream=stream, **options)
+        return LazyRead(stream.sources(), query, **options)
 
     def weights(self, stream: DepthStream) -> Tensor:
         """The depth weights of this read: (n, ..., heads), summing to one over the n sources."""
@@ -178,7 +192,7 @@ class DepthAttention(nn.Module):
                     f"{f'one of width {width}' if width else 'no condition'}"
                 )
             return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-        if self.config.query == "token" or self.opens_block or stream.partial is None:
+        if self.config.query == "token" or self.opens_block or stream.partial is None or stream.sealed:
             return stream.sources()[-1]
         return stream.blocks[-1]  # the newest source when the block was entered
 

@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from attnres_vision.ops import decomposed, dispatch
 from attnres_vision.ops.collect import collect
+from attnres_vision.refusals import refusal, refuse, refuse_operators
 from attnres_vision.stream_part import StreamPart
 
 
@@ -39,6 +41,9 @@ class DepthStream:
         bounds: the host has clipped its residual stream to these: every read is clipped to them, as every source is.
         part: what this stream is a slice of, None if of nothing.
         uncast: the stream that this one is a cast of; the host reads the cast and goes on with the other.
+        pending: an output still to be added to the partial sum, which the next reader's kernel does on its way.
+        ahead: for every reader of the open block, in depth order, what its query has read of the finished blocks
+            (two-phase reads, ops/two_phase.py); None where each reader reads them itself.
     """
 
     blocks: tuple[Tensor, ...]
@@ -51,17 +56,26 @@ class DepthStream:
     bounds: tuple[float, float] | None = None
     part: StreamPart | None = None
     uncast: DepthStream | None = None
+    pending: Tensor | None = None
+    ahead: tuple[tuple[Tensor, Tensor], ...] | None = None
 
     # Reading and writing ---------------------------------------------------------------------------------------------
 
     def sources(self) -> tuple[Tensor, ...]:
         """The tensors a reader attends over: the finished blocks, then the open block's partial sum."""
+        self.settle()
         return self.blocks if self.partial is None else (*self.blocks, self.partial)
+
+    def settle(self, total: Tensor | None = None) -> None:
+        """Bring the partial sum up to date; `total` is that sum where a kernel has made it."""
+        if self.pending is not None:
+            self.partial, self.pending = self._sum(self.pending) if total is None else total, None
 
     def seal(self) -> None:
         """End the open block: the next output starts a new one."""
         if not self.sealed:
             self.sealed = True
+            self.ahead = None
         if self.uncast is not None:
             self.uncast.seal()
 
@@ -71,15 +85,27 @@ class DepthStream:
             refuse(f"adding a {type(delta).__name__} to it")
         if delta.shape != self.shape:
             delta = delta.broadcast_to(self.shape)
+        self.settle()
         part = None if self.part is None else self.part.written(self, delta)
         if self.partial is None:
             return dataclasses.replace(self, partial=delta, sealed=False, part=part, uncast=None)
         if self.sealed:
             blocks = (*self.blocks, collect(self.partial))  # from now on many layers read it
             return dataclasses.replace(self, blocks=blocks, partial=delta, sealed=False, part=part, uncast=None)
-        # Sum in the dtype of the host's residual stream, which is that of the embedding: fp32 under autocast.
-        partial = self.partial.to(torch.promote_types(self.partial.dtype, self.dtype))
-        return dataclasses.replace(self, partial=partial + delta, part=part, uncast=None)
+        if part is None and self._may_wait(delta):
+            return dataclasses.replace(self, pending=delta, uncast=None)
+        return dataclasses.replace(self, partial=self._sum(delta), part=part, uncast=None)
+
+    def _sum(self, delta: Tensor) -> Tensor:
+        """The partial sum with `delta`, in the dtype of the host's stream, the embedding's: fp32 under autocast."""
+        assert self.partial is not None
+        return self.partial.to(torch.promote_types(self.partial.dtype, self.dtype)) + delta
+
+    def _may_wait(self, delta: Tensor) -> bool:
+        """Whether the next reader can make the sum: in a Triton kernel, of plain sources of one dtype."""
+        plain = self.channel_dim == -1 and self.cast is None and self.bounds is None and not decomposed.is_needed()
+        same = self.partial is not None and self.partial.dtype == self.dtype == delta.dtype
+        return plain and same and dispatch.choose((delta,), 1) == "triton"
 
     def __add__(self, delta: Tensor) -> DepthStream:
         return self.write(delta)
@@ -128,13 +154,14 @@ class DepthStream:
         Raises:
             TypeError: the function changed the width, so it is not token-wise.
         """
+        self.settle()
         blocks = tuple(function(block) for block in self.blocks)
         partial = None if self.partial is None else function(self.partial)
         channel_dim = self.channel_dim if channel_dim is None else channel_dim
         if blocks[0].ndim == 0 or blocks[0].shape[channel_dim] != self.shape[self.channel_dim]:
             refuse("indexing or reshaping its width")
         return dataclasses.replace(
-            self, blocks=blocks, partial=partial, channel_dim=channel_dim, part=None, uncast=None
+            self, blocks=blocks, partial=partial, channel_dim=channel_dim, part=None, uncast=None, ahead=None
         )
 
     def __getitem__(self, index: Any) -> DepthStream:
@@ -150,6 +177,8 @@ class DepthStream:
             refuse("the operator [...] =, except with what was added to the same slice,")
         if part.delta is not None:
             written = self.write(part.padded_delta())
+            written.settle()
+            self.ahead = None
             self.blocks, self.partial, self.sealed, self.part = written.blocks, written.partial, False, written.part
 
     def reshape(self, *shape: Any) -> DepthStream:
@@ -202,9 +231,11 @@ class DepthStream:
         if dtype == self.dtype:
             return self
         if dtype != self.blocks[0].dtype:
-            return dataclasses.replace(self, cast=dtype, uncast=self)
+            self.settle()
+            return dataclasses.replace(self, cast=dtype, uncast=self, ahead=None)
+        self.settle()
         partial = None if self.partial is None else self.partial.to(dtype)
-        return dataclasses.replace(self, partial=partial, cast=None)
+        return dataclasses.replace(self, partial=partial, cast=None, ahead=None)
 
     def _with_vectors(self, function: Callable[[Tensor], Tensor]) -> DepthStream:
         """`map` that also changes the stream's conditions."""
@@ -259,7 +290,7 @@ class DepthStream:
         blocks, partial = (joined, None) if first.partial is None else (joined[:-1], joined[-1])
         sealed = all(part.sealed for part in streams)
         return dataclasses.replace(
-            first, blocks=blocks, partial=partial, sealed=sealed, other=None, part=None, uncast=None
+            first, blocks=blocks, partial=partial, sealed=sealed, other=None, part=None, uncast=None, ahead=None
         )
 
     # Everything else is an error -------------------------------------------------------------------------------------
@@ -288,70 +319,26 @@ class DepthStream:
         refuse(getattr(func, "__qualname__", str(func)))
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(_refusal(f".{name}"), name=name, obj=self)
+        raise AttributeError(refusal(f".{name}"), name=name, obj=self)
 
 
 _ADD = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__}
 _CAT = {torch.cat, torch.concat, torch.concatenate}
+refuse_operators(DepthStream)
+
 _METHODS = {torch.reshape, torch.permute, torch.split, torch.chunk, torch.clip, torch.clamp}
 
 
-def _refusal(operation: str) -> str:
-    return (
-        f"{operation} reads the residual stream of an AttnRes model, which is a list of sources and not one tensor. "
-        "If a module of the model does this, name that module as a reader of its block in attnres_vision.families; "
-        "in your own code, take stream.total() for the plain residual sum"
-    )
-
-
-_SUBTRACTION = (
-    "the operator - (diffusers' residual caches, such as FirstBlockCache, do this, and cannot be used: "
-    "PyramidAttentionBroadcastConfig, FasterCacheConfig and TaylorSeerCacheConfig cache attention outputs instead)"
-)
-
-
-def refuse(operation: str) -> NoReturn:
-    """Raise the TypeError for an operation that a stream does not know."""
-    raise TypeError(_refusal(operation))
-
-
-def _refused_operator(symbol: str) -> Callable[..., NoReturn]:
-    def operator(stream: DepthStream, *operands: Any) -> NoReturn:
-        refuse(_SUBTRACTION if symbol == "-" else f"the operator {symbol}")
-
-    return operator
-
-
-# Python looks operators up on the class, past __getattr__; its own message would name no way out.
-for _symbol, _names in {
-    "-": ("neg", "sub", "rsub"),
-    "*": ("mul", "rmul"),
-    "/": ("truediv", "rtruediv"),
-    "//": ("floordiv", "rfloordiv"),
-    "%": ("mod", "rmod"),
-    "**": ("pow", "rpow"),
-    "@": ("matmul", "rmatmul"),
-    "<": ("lt",),
-    "<=": ("le",),
-    ">": ("gt",),
-    ">=": ("ge",),
-}.items():
-    for _name in _names:
-        setattr(DepthStream, f"__{_name}__", _refused_operator(_symbol))
+def _flatten(stream: DepthStream) -> tuple[list[Any], tuple[Any, ...]]:
+    stream.settle()
+    children = [stream.blocks, stream.partial, stream.condition, stream.other, stream.part, stream.ahead]
+    return children, (stream.sealed, stream.channel_dim, stream.cast, stream.bounds)
 
 
 def _unflatten(children: Any, context: Any) -> DepthStream:
-    blocks, partial, condition, other, part = children
+    blocks, partial, condition, other, part, ahead = children
     sealed, channel_dim, cast, bounds = context
-    return DepthStream(blocks, partial, condition, sealed, channel_dim, other, cast, bounds, part)
+    return DepthStream(blocks, partial, condition, sealed, channel_dim, other, cast, bounds, part, ahead=ahead)
 
 
-pytree.register_pytree_node(
-    DepthStream,
-    lambda stream: (
-        [stream.blocks, stream.partial, stream.condition, stream.other, stream.part],
-        (stream.sealed, stream.channel_dim, stream.cast, stream.bounds),
-    ),
-    _unflatten,
-    serialized_type_name="attnres_vision.DepthStream",
-)
+pytree.register_pytree_node(DepthStream, _flatten, _unflatten, serialized_type_name="attnres_vision.DepthStream")

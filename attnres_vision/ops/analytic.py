@@ -92,7 +92,9 @@ def mix(
     return out.view(sources[0].shape).to(promoted_dtype(sources if mixed is None else [*sources, mixed]))
 
 
-def _mix_into(out: Tensor, values: list[Tensor], weights: Tensor, factor: float, earlier: Tensor | None = None) -> None:
+def _mix_into(
+    out: Tensor, values: list[Tensor], weights: Tensor, factor: float, earlier: tuple[Tensor, Tensor] | None = None
+) -> None:
     heads = weights.shape[-1]
     mixed = _by_head(out, heads)
     # Backwards: the last source is still in the cache.

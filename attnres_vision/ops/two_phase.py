@@ -135,7 +135,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    tensors, saved = ctx.saved_tensors[:-NUM_SAVED], ctx.saved_tensors[-NUM_SAVED:]
+    *tensors, lse, scores, inv_rms = ctx.saved_tensors  # once: checkpointing gives them out once
+    saved = (lse, scores, inv_rms)
     sources, queries = list(tensors[: ctx.num_sources]), list(tensors[ctx.num_sources :])
     needs = [*ctx.needs_input_grad[0], *ctx.needs_input_grad[1]]
     *means, grad_lse, _, _ = grads
@@ -163,7 +164,8 @@ class _CollectingPass(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        tensors, saved = ctx.saved_tensors[:-NUM_SAVED], ctx.saved_tensors[-NUM_SAVED:]
+        *tensors, lse, scores, inv_rms = ctx.saved_tensors
+        saved = (lse, scores, inv_rms)
         sources, queries = tensors[: ctx.num_sources], tensors[ctx.num_sources :]
         found = _gradients(
             grads[:-1], grads[-1], sources, queries, saved, ctx.scale, ctx.kernel, ctx.needs_input_grad[5:],

@@ -68,7 +68,7 @@ def test_an_unknown_key_is_an_error_with_the_nearest_name(key: str, nearest: str
 
 
 def test_a_key_that_resembles_none_lists_all_names() -> None:
-    with pytest.raises(ValueError, match=r"unknown AttnResConfig field 'zzz' \(valid: mode, num_blocks, .*key_eps\)"):
+    with pytest.raises(ValueError, match=r"unknown AttnResConfig field 'zzz' \(valid: mode, num_blocks, .*two_phase\)"):
         AttnResConfig.from_dict({"zzz": 1})
 
 

@@ -1,0 +1,125 @@
+"""Two-phase reads: the same models, values and gradients as when every reader reads all its sources itself."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+import attnres_vision
+from attnres_vision.ops import operator, reference, two_phase
+
+KINDS = {
+    "static": {},
+    "condition": {"query": "condition"},
+    "condition-low-rank": {"query": "condition", "rank": 4},
+    "block": {"query": "block"},
+    "block-low-rank": {"query": "block", "rank": 4},
+    "mean-form": {"form": "mean", "scale": 0.5},
+    "uneven-blocks": {"block_size": 5},
+}
+
+
+def vit(**config) -> nn.Module:
+    torch.manual_seed(0)
+    options = {"img_size": 16, "patch_size": 8, "embed_dim": 48, "depth": 6, "num_heads": 3, "num_classes": 5}
+    model = timm.create_model("vit_tiny_patch16_224", **options).double()
+    config = {"block_size": 3, **config}
+    model = attnres_vision.attach(model, config)
+    for name, parameter in model.named_parameters():
+        if ".depth." in name:
+            nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def step(model: nn.Module, images: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    out = model(images)
+    out.square().sum().backward()
+    return [out.detach(), *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+@pytest.mark.parametrize("name", KINDS)
+def test_training_equals_one_phase(name, checkpointing):
+    one, two = vit(two_phase=False, **KINDS[name]), vit(two_phase=True, **KINDS[name])
+    if checkpointing:
+        two.set_grad_checkpointing()
+    images = torch.randn(2, 3, 16, 16, dtype=torch.float64)
+    for found, expected in zip(step(two, images), step(one, images), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def count_passes(model: nn.Module, images: torch.Tensor, monkeypatch) -> int:
+    passes = []
+    attend = two_phase.blocks_op
+    monkeypatch.setattr(two_phase, "blocks_op", lambda *args: passes.append(len(args[1])) or attend(*args))
+    model(images)
+    return passes
+
+
+def test_finished_blocks_are_read_once_per_block(monkeypatch):
+    """12 sublayers in blocks of 3: the first block has only the embedding, and its first reader is the identity."""
+    model = vit(two_phase=True).eval()
+    with torch.no_grad():
+        assert count_passes(model, torch.randn(1, 3, 16, 16, dtype=torch.float64), monkeypatch) == [3, 3, 3]
+
+
+@pytest.mark.parametrize("config", [{"query": "token"}, {"heads": 2}], ids=["token", "heads"])
+def test_other_kinds_of_queries_are_left_alone(config, monkeypatch):
+    model = vit(two_phase=True, **config).eval()
+    assert count_passes(model, torch.randn(1, 3, 16, 16, dtype=torch.float64), monkeypatch) == []
+
+
+def test_by_default_a_cpu_reads_in_one_phase(monkeypatch):
+    model = vit().eval()
+    with torch.no_grad():
+        assert count_passes(model, torch.randn(1, 3, 16, 16, dtype=torch.float64), monkeypatch) == []
+
+
+def test_copies_have_readers_of_their_own():
+    model = vit(two_phase=True).eval()
+    images = torch.randn(1, 3, 16, 16, dtype=torch.float64)
+    expected = model(images)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".depth." in name:
+                parameter.zero_()
+    torch.testing.assert_close(twin(images), expected, rtol=0, atol=0)
+
+
+def test_opcheck():
+    torch.manual_seed(0)
+    sources = [torch.randn(2, 5, 12, requires_grad=True) for _ in range(3)]
+    queries = [torch.randn(12, requires_grad=True) for _ in range(2)]
+    torch.library.opcheck(two_phase.blocks_op, (sources, queries, 1e-6, 0.5, "eager"))
+
+
+def test_a_merge_equals_one_read_of_all_sources():
+    torch.manual_seed(0)
+    blocks, partials, queries = (
+        [torch.randn(2, 5, 12, dtype=torch.float64, requires_grad=True) for _ in range(n)] for n in (4, 2, 2)
+    )
+    queries = [query.detach()[0, 0].requires_grad_() for query in queries]
+    ahead = two_phase.attend_blocks(blocks, queries, eps=1e-6, scale=0.5, kernel="eager")
+    found = [
+        operator.depth_attention([partial], query, scale=0.5, earlier=(*known, len(blocks)))
+        for partial, query, known in zip(partials, queries, ahead, strict=True)
+    ]
+    expected = [
+        reference.depth_attention([*blocks, partial], query, scale=0.5)
+        for partial, query in zip(partials, queries, strict=True)
+    ]
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    inputs = [*blocks, *partials, *queries]
+    upstream = torch.randn(2, 12, 5, dtype=torch.float64).transpose(1, 2)
+    torch.testing.assert_close(
+        torch.autograd.grad(sum((h * upstream).sum() for h in found), inputs),
+        torch.autograd.grad(sum((h * upstream).sum() for h in expected), inputs),
+        rtol=1e-11,
+        atol=1e-11,
+    )
