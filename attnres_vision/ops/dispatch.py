@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
 import importlib.util
+import os
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -17,6 +17,10 @@ TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_WIDTH = 8192
 MAX_SOURCES = 257
 MAX_HEADS = 16
+
+# Looked up here, not at a read: torch.compile traces what a read does.
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"  # kernels run on the CPU: tests on machines without a GPU
 
 _chosen: contextvars.ContextVar[str] = contextvars.ContextVar("attnres_backend", default="auto")
 
@@ -54,9 +58,9 @@ def choose(sources: Sequence[Tensor], heads: int) -> str:
 def _obstacle(sources: Sequence[Tensor], heads: int) -> str | None:
     """Why the kernels cannot compute a read; None if they can."""
     first, width = sources[0], sources[0].shape[-1]
-    if not has_triton():
+    if not HAS_TRITON:
         return "Triton is not installed"
-    if first.device.type != "cuda" and not (first.device.type == "cpu" and interpreting()):
+    if first.device.type != "cuda" and not (first.device.type == "cpu" and INTERPRETING):
         return f"the sources are on {first.device}, not on a GPU"
     if any(source.dtype not in TRITON_DTYPES for source in sources):
         return f"sources must be fp32, fp16 or bf16, got {', '.join(sorted({str(s.dtype) for s in sources}))}"
@@ -66,15 +70,3 @@ def _obstacle(sources: Sequence[Tensor], heads: int) -> str | None:
             f"sources and {heads} heads"
         )
     return None
-
-
-@functools.lru_cache(maxsize=1)
-def has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
-def interpreting() -> bool:
-    """Whether TRITON_INTERPRET=1 runs kernels on the CPU, which is what the tests do on machines without a GPU."""
-    import triton
-
-    return triton.knobs.runtime.interpret

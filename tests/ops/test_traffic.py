@@ -15,7 +15,7 @@ import pytest
 
 from attnres_vision.ops import dispatch
 
-pytestmark = pytest.mark.skipif(not dispatch.has_triton(), reason="needs Triton")
+pytestmark = pytest.mark.skipif(not dispatch.HAS_TRITON, reason="needs Triton")
 
 ROOT = Path(__file__).parents[2]
 SOURCES, SAMPLES, TOKENS, WIDTH, SIZE = 5, 2, 7, 48, 2
