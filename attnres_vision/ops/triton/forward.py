@@ -19,7 +19,7 @@ from attnres_vision.ops.triton.rows import columns, dot, dot_by_head, inside, lo
 
 @triton.jit
 def read_kernel(
-    blocks,  # tuple of N pointers to (samples, tokens, D), the last one repeated up to the bucket
+    blocks,  # N pointers to (samples, tokens, D), the last one repeated up to the bucket; one, unused, if N is 0
     block_strides,  # their strides: N pairs of sample, token
     last,
     last_strides,
@@ -76,9 +76,10 @@ def read_kernel(
 
     # The finished blocks. The next one is under way while this one is computed. A branch per block, not a mask: kernels
     # of large buckets would else become one piece of code that takes minutes to compile and spills.
-    offsets = sample * block_strides[0][0] + tokens * block_strides[0][1]
-    following = load_row(blocks[0], offsets, live & (num_blocks > 0), D, HEADS, TILE, TILES)
-    following = to_fp32(following) if MIXED else following  # what branches give has one type
+    if N > 0:
+        offsets = sample * block_strides[0][0] + tokens * block_strides[0][1]
+        following = load_row(blocks[0], offsets, live, D, HEADS, TILE, TILES)
+        following = to_fp32(following) if MIXED else following  # what branches give has one type
     for i in tl.static_range(N):
         if i < num_blocks:
             values = following

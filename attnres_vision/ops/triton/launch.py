@@ -63,7 +63,7 @@ def forward(sources: Sequence[Tensor], inputs: Inputs, options: Options) -> Resu
             options.eps,
             options.factor,
             options.norm_eps,
-            N=len(blocks),
+            N=len(blocks) if rows.blocks else 0,
             MIXED=len({block.dtype for block in blocks}) > 1,
             **constants(rows, tiling, options.heads),
         )
@@ -143,7 +143,7 @@ def gradients(
             rows.samples * rows.tokens,
             options.scale,
             options.factor,
-            N=len(blocks),
+            N=len(blocks) if rows.blocks else 0,
             STEPS=steps,
             PER_TOKEN=per_token,
             ACCUMULATE=accumulate,

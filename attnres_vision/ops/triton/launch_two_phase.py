@@ -16,7 +16,7 @@ from attnres_vision.ops.triton.layout import Rows, element_size, on_device, rows
 from attnres_vision.ops.triton.two_phase import attend_blocks_kernel, blocks_gradient_kernel
 
 # A thread holds a row of sums for each query: at most this many numbers, or queries go through in several passes.
-QUERY_VALUES = 96
+QUERY_VALUES = 72
 
 
 def tiling_of(width: int, element_size: int) -> tuple[tiles.Tiling, int]:
