@@ -14,10 +14,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnres_vision.ops.triton.rows import columns, dot, dot_by_head, inside, load_row, place, store_row, to_fp32
+from attnres_vision.ops.triton.rows import (
+    COUNTS,
+    columns,
+    dot,
+    dot_by_head,
+    inside,
+    load_row,
+    place,
+    store_row,
+    to_fp32,
+)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def read_kernel(
     blocks,  # N pointers to (samples, tokens, D), the last one repeated up to the bucket; one, unused, if N is 0
     block_strides,  # their strides: N pairs of sample, token

@@ -11,11 +11,22 @@ import triton
 import triton.language as tl
 
 from attnres_vision.ops.triton.forward import attend, scaled
-from attnres_vision.ops.triton.rows import columns, dot, inside, load_row, place, store_row, store_sum, to_fp32, zeros
+from attnres_vision.ops.triton.rows import (
+    COUNTS,
+    columns,
+    dot,
+    inside,
+    load_row,
+    place,
+    store_row,
+    store_sum,
+    to_fp32,
+    zeros,
+)
 from attnres_vision.ops.triton.source_gradient import plus, plus_products
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def attend_blocks_kernel(
     blocks,  # as in forward.py
     block_strides,
@@ -71,7 +82,7 @@ def attend_blocks_kernel(
         store_row(mixed[m], rows * D, live, mean, D, 1, TILE, TILES)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def blocks_gradient_kernel(
     blocks,
     block_strides,
