@@ -36,7 +36,7 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
 }
 
 
-def sd3(width: int, layers: int, side: int) -> tuple[nn.Module, dict[str, Any]]:
+def sd3(width: int, layers: int, side: int, text_tokens: int = 77) -> tuple[nn.Module, dict[str, Any]]:
     model = diffusers.SD3Transformer2DModel(
         sample_size=2 * side, patch_size=2, in_channels=4, out_channels=4, num_layers=layers, attention_head_dim=64,
         num_attention_heads=width // 64, joint_attention_dim=128, caption_projection_dim=width,
@@ -44,7 +44,7 @@ def sd3(width: int, layers: int, side: int) -> tuple[nn.Module, dict[str, Any]]:
     )  # fmt: skip
     inputs = {
         "hidden_states": torch.randn(1, 4, 2 * side, 2 * side),
-        "encoder_hidden_states": torch.randn(1, 77, 128),
+        "encoder_hidden_states": torch.randn(1, text_tokens, 128),
         "pooled_projections": torch.randn(1, 128),
         "timestep": torch.tensor([500.0]),
     }

@@ -1,6 +1,6 @@
 """How many bytes depth attention moves, per read and per training step, counted from what the kernels access.
 
-    python benchmarks/traffic.py                    # CPU, Triton's interpreter; about 4 minutes
+    python benchmarks/traffic.py                    # CPU, Triton's interpreter; some 8 minutes
     python benchmarks/traffic.py --smoke
 
 Kernels and torch's ops run on one and on two tokens of the real width and depth (access.py counts). What a token adds
@@ -21,7 +21,6 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"  # before anything imports the kernels
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import json
@@ -46,6 +45,8 @@ DTYPE = torch.bfloat16
 PARTIAL_SUMS = ("query_grad", "query_grads", "scaled_sums", "plain_sums")
 FORWARD_KERNELS = ("read_kernel", "attend_blocks_kernel")
 SMS, REGISTERS = 132, 65536  # of an H100, and per SM
+BANDWIDTH = 3.35e12  # bytes per second of an H100's memory, as in its data sheet
+PHASES = {"one-phase": False, "two-phase": True}
 
 
 @dataclasses.dataclass
@@ -157,6 +158,7 @@ class Layer(nn.Module):
     def __init__(self, recorder: Callable[[], Recorder]) -> None:
         super().__init__()
         self.recorder = recorder
+        self.weight = nn.Parameter(torch.empty(1), requires_grad=False)  # tells `attach` the device and the dtype
 
     def forward(self, hidden: Tensor, **kwargs: Any) -> Tensor:
         return _Layer.apply(hidden, self.recorder())
@@ -244,13 +246,16 @@ def print_steps(name: str, width: int, depth: int, tokens: int, affine: bool) ->
     unit = f"S = {source * tokens / 1e6:.0f} MB"
     print(f"\nTraining step of {name}: D={width}, {depth} layers, {tokens} tokens, bf16, {unit}.")
     print("The whole residual stream with its norms, forward and backward; the layers themselves not.")
-    columns = ("kernels fwd", "kernels bwd", "torch ops", "all, S", "all, GB", "requested, S")
-    print(f"{'':58}" + "".join(f"{column:>13}" for column in columns))
+    columns = ("kernels fwd", "kernels bwd", "torch ops", "requested", "all", "all, GB", "ms at 3.35 TB/s")
+    print(f"{'in S':58}" + "".join(f"{column:>{max(13, len(column) + 2)}}" for column in columns))
     rows: list[dict[str, Any]] = []
+
+    def in_units(total: float) -> tuple[float, float, float]:
+        return total, total * source * tokens / 1e9, 1e3 * total * source * tokens / BANDWIDTH
 
     def show(label: str, found: Traffic) -> None:
         parts = [(p.first_loaded + p.first_stored) / source for p in (found.forward, found.backward, found.torch)]
-        values = [*parts, sum(parts), sum(parts) * source * tokens / 1e9, found.requested() / source]
+        values = [*parts, found.requested() / source, *in_units(sum(parts))]
         print(f"{label:58}" + "".join(f"{value:13.1f}" for value in values), flush=True)
         rows.append({"model": name, "kind": label, "counted": True, "in_s": values, "atomics": found.atomics,
                      "launches": found.launches})  # fmt: skip
@@ -258,23 +263,18 @@ def print_steps(name: str, width: int, depth: int, tokens: int, affine: bool) ->
     show("standard residual", standard)
     for mode, num_blocks in (("Full", None), ("Block N=8", 8)):
         options: dict[str, Any] = {"mode": "full"} if num_blocks is None else {"num_blocks": num_blocks}
-        for phase, context in PHASES.items():
-            if phase == "two-phase" and num_blocks is None:
+        for phase, is_two_phase in PHASES.items():
+            if num_blocks is None and is_two_phase:
                 continue  # every block is one layer: nothing to share
-            with context():
-                show(f"{mode}, {phase}", step(width, depth, affine, options))
+            show(f"{mode}, {phase}", step(width, depth, affine, options | {"two_phase": is_two_phase}))
         formulas = {f"{mode}, one-phase, {peer}": one_pass(peer, depth, num_blocks) for peer in ONE_PASS}
         if num_blocks is not None:
             formulas[f"{mode}, two-phase, minimum"] = two_phase_step(depth, num_blocks, minimum=True)
             formulas[f"{mode}, two-phase, flash-attn-res' scheme"] = two_phase_step(depth, num_blocks, minimum=False)
         for label, total in formulas.items():
-            print(f"{label + ' (formula)':58}{'':39}{total:13.1f}{total * source * tokens / 1e9:13.1f}")
+            print(f"{label + ' (formula)':58}{'':52}" + "".join(f"{value:13.1f}" for value in in_units(total)))
             rows.append({"model": name, "kind": label, "counted": False, "in_s": total})
     return rows
-
-
-# How a step is made to use one phase or two: contexts. The stream chooses by itself; "one-phase" forbids the choice.
-PHASES: dict[str, Callable[[], Any]] = {"one-phase": contextlib.nullcontext}
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ import json
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
@@ -35,9 +36,9 @@ VARIANTS: dict[str, dict | None] = {
 class Trainer:
     """One variant with its optimiser."""
 
-    def __init__(self, model_name: str, attnres: dict | None) -> None:
+    def __init__(self, model_name: str, attnres: dict | None, **model_options: Any) -> None:
         torch.manual_seed(0)
-        self.model: nn.Module = timm.create_model(model_name, num_classes=1000)
+        self.model: nn.Module = timm.create_model(model_name, num_classes=1000, **model_options)
         if attnres is not None:
             attnres_vision.attach(self.model, attnres)
         for name, parameter in self.model.named_parameters():
