@@ -22,7 +22,6 @@ TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 NORMS = {
     "layer": ("layer", ()),
     "layer-affine": ("layer", ("weight", "bias")),
-    "layer-weight": ("layer", ("weight",)),
     "rms": ("rms", ()),
     "rms-affine": ("rms", ("weight",)),
     "adaln": ("layer", ("scale", "shift")),
@@ -66,9 +65,7 @@ class Case:
         leaves = {name: torch.randn(shape) for name, shape in shapes.items()}
         for name in {"query", "right"} & leaves.keys():
             leaves[name] *= width**-0.5
-        return {
-            name: leaf.to(device, dtypes.get(name, torch.float32)).requires_grad_() for name, leaf in leaves.items()
-        }
+        return {k: leaf.to(device, dtypes.get(k, torch.float32)).requires_grad_() for k, leaf in leaves.items()}
 
     def read(self, leaves: dict[str, Tensor]) -> list[Tensor]:
         """Result, sum, weights from the kernels."""

@@ -16,10 +16,13 @@ from attnres_vision.ops.triton.backward import gradient_kernel
 from attnres_vision.ops.triton.forward import read_kernel
 from attnres_vision.ops.triton.layout import Rows, element_size, on_device, rows_of, strides
 
-# Numbers of a row that a thread may hold at once: backward keeps dh, a source and up to three sums of such rows.
-FORWARD_VALUES = 72
+# Numbers of a row that a thread may hold at once, so that its 255 registers suffice (benchmarks/compile_targets.py):
+# backward keeps dh, a source, up to three sums of such rows and what the norm needs, about nine rows in fp32. A source
+# held between its two walks is one more: the compiler keeps it as fp32 too.
+FORWARD_VALUES = 48
 BACKWARD_VALUES = 24
-HELD_REGISTERS = 64  # of a thread's 255, for sources held between the two walks of backward
+BACKWARD_ROWS = 9
+HELD_REGISTERS = 225
 # Tokens that one program of a backward kernel walks over before it writes its partial sums: 4 bytes per column and
 # group then stand against 4 n bytes per column and token.
 GROUP_TOKENS = 32
@@ -166,11 +169,15 @@ def gradients(
 def backward_tiling(width: int, heads: int, element_size: int, num_blocks: int) -> tuple[tiles.Tiling, bool]:
     """The tiling of `gradient_kernel`, and whether it holds all sources in registers between its walks."""
     size = tiles.bucket(max(1, num_blocks)) + 1
-    most = HELD_REGISTERS * 4 // (element_size * size)
+    most = HELD_REGISTERS // (BACKWARD_ROWS + size)
     holding = tiles.tiling(width, heads, element_size, min(most, BACKWARD_VALUES))
-    if holding.values <= most and size <= 13:
+    if size <= 13 and holding.values <= most and holding.load_bytes == 16 and _padding(holding, heads, width) < 1.34:
         return holding, True
     return tiles.tiling(width, heads, element_size, BACKWARD_VALUES), False
+
+
+def _padding(tiling: tiles.Tiling, heads: int, width: int) -> float:
+    return heads * tiling.tiles * tiling.tile / width
 
 
 def gradient_targets(

@@ -29,6 +29,7 @@ class Tiling:
         tiles: tiles per slice; the last one is partly empty unless `tile * tiles` is the slice's width.
         warps: warps per program.
         values: numbers of a row tile that each thread holds: what decides about registers.
+        load_bytes: what a thread loads in one instruction, 16 or 8.
     """
 
     rows: int
@@ -36,6 +37,7 @@ class Tiling:
     tiles: int
     warps: int
     values: int
+    load_bytes: int
 
 
 @functools.cache
@@ -58,9 +60,10 @@ def tiling(width: int, heads: int, element_size: int, max_values: int) -> Tiling
                 if rows == 0 or (warps > 1 and rows > 1):
                     continue
                 values = heads * tiles * rows * tile // (32 * warps)
-                # In this order: fits into registers, little padding, wide loads, few warps, exact, wide tiles
-                order = (max(0, values - max_values), waste > 1.13, narrow, warps, waste, -tile)
-                choices.append((order, Tiling(rows, tile, tiles, warps, values)))
+                # In this order: fits into registers, wide loads, little padding, few warps, exact, wide tiles. Padding
+                # takes lanes and registers but no bandwidth, so up to a third of it is better than narrow loads.
+                order = (max(0, values - max_values), waste > 1.34, narrow, waste > 1.13, warps, waste, -tile)
+                choices.append((order, Tiling(rows, tile, tiles, warps, values, 16 // narrow)))
             tile *= 2
     return min(choices, key=lambda choice: choice[0])[1]
 

@@ -1,0 +1,314 @@
+"""Do the Triton kernels fit into a GPU's registers? Compiled ahead of time, so it takes no GPU.
+
+    python benchmarks/compile_targets.py --jobs 8                    # all widths, depths and targets: CPU hours
+    python benchmarks/compile_targets.py --targets 90 --widths 768 --sources 9
+
+The library launches its kernels on tensors without storage; what Triton would compile for these arguments is compiled
+for each target, and the machine code is inspected. A kernel passes if it spills no registers and loads its sources 16
+bytes at a time. "warps" is how many of a multiprocessor's 64 warps the registers (and its 32 programs) leave room for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import concurrent.futures
+import dataclasses
+import itertools
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "0"  # before Triton is imported: the interpreter does not compile
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from attnres_vision.ops.arguments import Inputs, Options, Saved
+from attnres_vision.ops.collect import SourceGradient
+from attnres_vision.ops.triton import launch, launch_two_phase
+
+TARGETS = (80, 90, 100)
+WIDTHS = (192, 384, 768, 1024, 1152, 1536, 1920, 3072)
+SOURCES = (2, 9, 25, 57)
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+SAMPLES, TOKENS = 16, 197  # no constants of a kernel; 197 is not a multiple of what Triton specialises integers for
+WIDE = ".128"  # in the name of a machine instruction that loads 16 bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Read:
+    """One way to call depth attention.
+
+    Attributes:
+        dtype: of the sources: "bf16", "fp32", or "mixed": bf16 blocks, among them one in fp32.
+        query: "static" (D,), "sample" (B, D) or "token" (B, T, D).
+        norm: "", "layer", "rms" (both affine) or "adaln" (LayerNorm with scale and shift per sample).
+        add: the last source is a sum that the kernel makes, and has a gradient from elsewhere too.
+        accumulate: the blocks' gradients are added in place to fp32 sums (collect.py).
+        grad_weights: the weights have a gradient.
+        queries: 0, or a pass over finished blocks for so many queries (two_phase.py) instead of a read.
+    """
+
+    sources: int
+    width: int
+    dtype: str = "bf16"
+    query: str = "static"
+    heads: int = 1
+    norm: str = ""
+    add: bool = False
+    accumulate: bool = False
+    grad_weights: bool = False
+    queries: int = 0
+
+    def __str__(self) -> str:
+        flags = [name for name in ("add", "accumulate", "grad_weights") if getattr(self, name)]
+        heads, queries = f"h{self.heads}" * (self.heads > 1), f"x{self.queries}" * (self.queries > 0)
+        return "+".join(filter(None, [self.query + queries, heads, self.norm, *flags]))
+
+
+@dataclasses.dataclass
+class Launch:
+    """A kernel and what Triton would compile it for."""
+
+    kernel: Any
+    signature: dict[str, Any]
+    constants: dict[Any, Any]
+    attributes: dict[Any, Any]
+    num_warps: int
+
+    def constant(self, name: str) -> Any:
+        return self.constants[(self.kernel.arg_names.index(name),)]
+
+    def compile(self, target: int) -> Any:
+        source = ASTSource(self.kernel, self.signature, self.constants, self.attributes)
+        return triton.compile(source, GPUTarget("cuda", target, 32), {"num_warps": self.num_warps})
+
+
+class _NoDevice:
+    """A Triton driver that only says for what there is to compile."""
+
+    def __init__(self, target: int) -> None:
+        self.get_current_target = lambda: GPUTarget("cuda", target, 32)
+        self.get_current_device = lambda: 0
+        self.get_current_stream = lambda device: 0
+
+
+def launches(read: Read, target: int) -> list[Launch]:
+    """The kernels that the library launches for a read, forward and backward."""
+    found: list[Launch] = []
+
+    def record(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:  # the names are Triton's
+        arguments = compile["signature"], compile["constants"], compile["configs"][0], compile["num_warps"]
+        found.append(Launch(fn.jit_function, *arguments))
+        return True  # neither compile nor launch
+
+    triton.runtime.driver.set_active(_NoDevice(target))
+    triton.knobs.runtime.jit_cache_hook = record
+    try:
+        _call(read)
+    finally:
+        triton.knobs.runtime.jit_cache_hook = None
+    return found
+
+
+def _call(read: Read) -> None:
+    """Forward and backward pass of a read on the meta device."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    shape, width = (SAMPLES, TOKENS, read.width), read.width
+    dtype = DTYPES["bf16" if read.dtype == "mixed" else read.dtype]
+    sources = [empty(*shape, dtype=dtype) for _ in range(read.sources)]
+    if read.dtype == "mixed":
+        sources[0] = sources[0].float()
+    query = empty(*{"static": (width,), "sample": (SAMPLES, width), "token": shape}[read.query])
+    collected = [SourceGradient() if read.accumulate else None for _ in sources]
+    if read.queries:
+        queries = [query] * read.queries
+        *means, lse, scores, inv_rms = launch_two_phase.forward(sources, queries, 1e-6, 1.0)
+        needs_grad = [True] * (len(sources) + len(queries))
+        saved = lse, scores, inv_rms
+        launch_two_phase.gradients(means, lse, sources, queries, saved, 1.0, needs_grad, collected)
+        return
+    inputs = Inputs(query, add=empty(*shape, dtype=dtype) if read.add else None)
+    if read.norm:
+        inputs = inputs._replace(norm_weight=empty(width), norm_bias=None if read.norm == "rms" else empty(width))
+    if read.norm == "adaln":
+        modulation = empty(SAMPLES, width, dtype=dtype)
+        inputs = inputs._replace(norm_scale=modulation, norm_shift=modulation)
+    norm = {"adaln": "layer"}.get(read.norm, read.norm)
+    options = Options("triton", norm, 1e-6, 1e-6, 1.0, float(read.sources), read.heads)
+    out, partial, weights, *saved = launch.forward(sources, inputs, options)
+    if read.add:
+        sources[-1] = partial
+    grads = (out, partial if read.add else None, weights if read.grad_weights else None)
+    needs_grad = [True] * len(sources) + [
+        value is not None for name, value in inputs._asdict().items() if name != "add"
+    ]
+    collected[-1] = None  # an open block's sum has this one reader
+    launch.gradients(grads, sources, inputs._replace(add=None), Saved(weights, *saved), options, needs_grad, collected)
+
+
+@dataclasses.dataclass
+class Result:
+    """What the machine code of a kernel shows."""
+
+    kernel: str
+    target: int
+    n: int
+    D: int
+    dtype: str
+    options: str
+    tiles: str  # rows x columns x tiles per slice
+    num_warps: int
+    registers: int
+    stack: int  # bytes per thread: where registers are spilled to
+    shared: int
+    wide_loads: int
+    expected_loads: int  # as many as the sources alone need
+    loads: int
+    warps: int  # per multiprocessor
+    seconds: float
+
+    @property
+    def passes(self) -> bool:
+        return self.stack == 0 and self.wide_loads >= self.expected_loads
+
+
+def inspect(read: Read, launched: Launch, target: int) -> Result:
+    """Compile a kernel and look at its machine code."""
+    start = time.perf_counter()
+    binary = launched.compile(target).asm["cubin"]
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        usage, code = (_cuobjdump(option, file.name) for option in ("-res-usage", "-sass"))
+    registers, stack, shared = (int(_only(rf"\b{name}:(\d+)", usage)) for name in ("REG", "STACK", "SHARED"))
+    loads = collections.Counter(WIDE in name for name in re.findall(r"\bLDG[.\w]*", code))
+    rows, tile, tiles = (launched.constant(name) for name in ("ROWS", "TILE", "TILES"))
+    values = read.heads * rows * tile * tiles // (32 * launched.num_warps)
+    # Only numbers of the widest dtype fill 16 bytes: the tiling is theirs
+    pointers = [*launched.signature["blocks"], *filter(None, [launched.signature.get("last")])]
+    sizes = [4 if "32" in kind else 2 for kind in pointers]
+    expected = sizes.count(max(sizes)) * values * max(sizes) // 16
+    return Result(
+        launched.kernel.__name__, target, read.sources, read.width, read.dtype, str(read), f"{rows}x{tile}x{tiles}",
+        launched.num_warps, registers, stack, shared, loads[True], expected, loads.total(),
+        resident_warps(registers, launched.num_warps), time.perf_counter() - start,
+    )  # fmt: skip
+
+
+def _cuobjdump(option: str, path: str) -> str:
+    """NVIDIA's tool that comes with Triton."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    return subprocess.run([tool, option, path], capture_output=True, text=True, check=True).stdout
+
+
+def _only(pattern: str, text: str) -> str:
+    found = re.search(pattern, text)
+    if found is None:
+        raise RuntimeError(f"cuobjdump has no {pattern} in its answer: {text}")
+    return found.group(1)
+
+
+def resident_warps(registers: int, num_warps: int) -> int:
+    """Warps that a multiprocessor holds at once: of 64, in at most 32 programs, with 64 K registers.
+
+    Registers are given to a warp in portions of 256. Shared memory, a few bytes per program here, never limits.
+    """
+    per_warp = -(-registers * 32 // 256) * 256
+    return min(64 // num_warps, 32, 65536 // (per_warp * num_warps)) * num_warps
+
+
+def reads(sources: Sequence[int], widths: Sequence[int]) -> Iterator[Read]:
+    """What the table covers: the least and the most of it everywhere, every single option at one depth."""
+    for n, width, dtype in itertools.product(sources, widths, DTYPES):
+        yield Read(n, width, dtype)
+        yield Read(n, width, dtype, norm="adaln", add=True, accumulate=True)
+    for width in widths:
+        yield Read(9, width, norm="layer")
+        yield Read(9, width, norm="rms", accumulate=True)
+        yield Read(9, width, query="sample", norm="adaln")
+        yield Read(9, width, query="token", norm="adaln", add=True, accumulate=True)
+        yield Read(9, width, query="token", grad_weights=True)
+        yield Read(9, width, heads=4 if width % 64 == 0 else 1, norm="layer", grad_weights=True)
+        yield Read(9, width, "mixed", norm="layer")
+        yield Read(9, width, queries=4, accumulate=True)
+        yield Read(9, width, "fp32", query="token", queries=2)
+
+
+def quick_reads() -> Iterator[Read]:
+    """A sample for the tests: a base ViT's and a video model's width, held and walked over twice, with everything."""
+    yield Read(9, 768)
+    yield Read(9, 768, norm="adaln", add=True, accumulate=True)
+    yield Read(9, 1152, "fp32", query="token", norm="layer")
+    yield Read(9, 1024, queries=4, accumulate=True)
+
+
+def _inspect_read(read: Read, target: int) -> list[Result]:
+    return [inspect(read, launched, target) for launched in launches(read, target)]
+
+
+def inspect_all(tasks: Sequence[tuple[Read, int]], jobs: int) -> Iterator[Result]:
+    """The results of reads on targets, as they are ready."""
+    if jobs == 1:
+        for task in tasks:
+            yield from _inspect_read(*task)
+        return
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        for done in concurrent.futures.as_completed([pool.submit(_inspect_read, *task) for task in tasks]):
+            yield from done.result()
+
+
+HEADER = f"{'kernel':22} {'sm':>3} {'n':>3} {'D':>5} {'dtype':5} {'options':40} {'tiles':>9} {'warps':>5} " + (
+    f"{'regs':>4} {'spilled':>7} {'LDG.128':>7} {'of LDG':>6} {'resident':>8} {'s':>5}"
+)
+
+
+def line(result: Result) -> str:
+    r = result
+    return (
+        f"{r.kernel:22} {r.target:3} {r.n:3} {r.D:5} {r.dtype:5} {r.options:40} {r.tiles:>9} {r.num_warps:5} "
+        f"{r.registers:4} {r.stack:7} {r.wide_loads:7} {r.loads:6} {r.warps:5}/64 {r.seconds:5.0f}"
+        + ("" if r.passes else "  FAILS")
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="the sample that the tests take, for --targets")
+    parser.add_argument("--targets", type=int, nargs="+", default=TARGETS, choices=TARGETS, help="80 is sm_80 (A100)")
+    parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
+    parser.add_argument("--sources", type=int, nargs="+", default=SOURCES)
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--output", type=Path, help="JSON file for the results")
+    options = parser.parse_args(arguments)
+    chosen = list(dict.fromkeys(quick_reads() if options.quick else reads(options.sources, options.widths)))
+    results = []
+    print(HEADER, flush=True)
+    for result in inspect_all([(read, target) for read in chosen for target in options.targets], options.jobs):
+        results.append(result)
+        print(line(result), flush=True)
+    failed = sum(not result.passes for result in results)
+    print(f"{len(results)} kernels, {failed} of which spill registers or load their sources in narrow pieces")
+    if options.output is not None:
+        options.output.write_text(json.dumps([dataclasses.asdict(result) for result in results], indent=1))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
