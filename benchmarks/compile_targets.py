@@ -1,7 +1,7 @@
 """Do the Triton kernels fit into a GPU's registers? Compiled ahead of time, so it takes no GPU.
 
-    python benchmarks/compile_targets.py --jobs 8                    # all widths, depths and targets: CPU hours
-    python benchmarks/compile_targets.py --targets 90 --widths 768 --sources 9
+    python benchmarks/compile_targets.py --jobs 8                                # all widths and depths: CPU hours
+    python benchmarks/compile_targets.py --options --sources 9 --targets 90      # every option: 20 minutes of CPU
 
 The library launches its kernels on tensors without storage; what Triton would compile for these arguments is compiled
 for each target, and the machine code is inspected. A kernel passes if it spills no registers and loads its sources 16
@@ -234,20 +234,25 @@ def resident_warps(registers: int, num_warps: int) -> int:
 
 
 def reads(sources: Sequence[int], widths: Sequence[int]) -> Iterator[Read]:
-    """What the table covers: the least and the most of it everywhere, every single option at one depth."""
+    """Reads with everything on, which need the most registers of all."""
     for n, width, dtype in itertools.product(sources, widths, DTYPES):
-        yield Read(n, width, dtype)
         yield Read(n, width, dtype, norm="adaln", add=True, accumulate=True)
-    for width in widths:
-        yield Read(9, width, norm="layer")
-        yield Read(9, width, norm="rms", accumulate=True)
-        yield Read(9, width, query="sample", norm="adaln")
-        yield Read(9, width, query="token", norm="adaln", add=True, accumulate=True)
-        yield Read(9, width, query="token", grad_weights=True)
-        yield Read(9, width, heads=4 if width % 64 == 0 else 1, norm="layer", grad_weights=True)
-        yield Read(9, width, "mixed", norm="layer")
-        yield Read(9, width, queries=4, accumulate=True)
-        yield Read(9, width, "fp32", query="token", queries=2)
+
+
+def option_reads(sources: Sequence[int], widths: Sequence[int]) -> Iterator[Read]:
+    """Every single option."""
+    for n, width in itertools.product(sources, widths):
+        yield Read(n, width)
+        yield Read(n, width, "fp32")
+        yield Read(n, width, norm="layer")
+        yield Read(n, width, norm="rms", accumulate=True)
+        yield Read(n, width, query="sample", norm="adaln")
+        yield Read(n, width, query="token", norm="adaln", add=True, accumulate=True)
+        yield Read(n, width, query="token", grad_weights=True)
+        yield Read(n, width, heads=4, norm="layer", grad_weights=True)
+        yield Read(n, width, "mixed", norm="layer")
+        yield Read(n, width, queries=4, accumulate=True)
+        yield Read(n, width, "fp32", query="token", queries=2)
 
 
 def quick_reads() -> Iterator[Read]:
@@ -291,13 +296,15 @@ def line(result: Result) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the sample that the tests take, for --targets")
+    parser.add_argument("--options", action="store_true", help="every single option, not reads with everything on")
     parser.add_argument("--targets", type=int, nargs="+", default=TARGETS, choices=TARGETS, help="80 is sm_80 (A100)")
     parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
     parser.add_argument("--sources", type=int, nargs="+", default=SOURCES)
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--output", type=Path, help="JSON file for the results")
     options = parser.parse_args(arguments)
-    chosen = list(dict.fromkeys(quick_reads() if options.quick else reads(options.sources, options.widths)))
+    make = option_reads if options.options else reads
+    chosen = list(quick_reads() if options.quick else make(options.sources, options.widths))
     results = []
     print(HEADER, flush=True)
     for result in inspect_all([(read, target) for read in chosen for target in options.targets], options.jobs):

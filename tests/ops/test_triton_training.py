@@ -1,7 +1,7 @@
 """The Triton kernels in training: gradients added up in place, two-phase reads, checkpointing, a whole model.
 
-On a GPU, or in Triton's interpreter (tests/conftest.py). More of what autograd must not notice: test_collect.py, for the
-eager kernels in float64.
+On a GPU, or in Triton's interpreter (tests/conftest.py). More of what autograd must not notice: test_collect.py, for
+the eager kernels in float64.
 """
 
 from __future__ import annotations
