@@ -22,6 +22,7 @@ from torch import nn
 VARIANTS: dict[str, dict[str, Any] | None] = {
     "standard": None,
     "block N=8": {"num_blocks": 8},
+    "block, two-phase": {"num_blocks": 8, "two_phase": True},  # less traffic, more memory: shown, not judged
     "full": {"mode": "full"},
     "standard again": None,
 }
