@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import attnres_vision
 from attnres_vision.ops import Norm, backend, operator, reference, two_phase
+from attnres_vision.ops.arguments import Inputs, Options
 from attnres_vision.ops.collect import collect
 
 SHAPE, WIDTH, READS = (2, 5, 48), 48, 3
@@ -176,6 +177,27 @@ def test_two_phase_reads_equal_the_reference(name, collected, triton_device):
     assert_close(reads, wanted, tolerance)
     found = torch.autograd.grad(loss_of(reads, finished), sources + queries)
     assert_close(list(found), list(torch.autograd.grad(loss_of(wanted, values), values + others)), tolerance)
+
+
+@pytest.mark.parametrize("norm", ["", "layer", "rms"])
+def test_opcheck(norm, triton_device):
+    """What compilers are told about the operator's results and gradients is what the kernels return."""
+    sources, queries = leaves(triton_device, "sample")
+    modulation = {"norm_scale": queries[1], "norm_shift": queries[2]} if norm else {}
+    small = Inputs(queries[0], add=torch.randn(SHAPE, device=triton_device, requires_grad=True), **modulation)
+    options = Options("triton", norm, 1e-5, 1e-6, 0.5, 3.0, 3)
+    torch.library.opcheck(operator.forward_op, (sources, *small, *options))
+    out, partial, *saved = (result.detach() for result in operator.forward_op(sources, *small, *options))
+    values = [*(source.detach() for source in sources[:-1]), partial]
+    given = [None if t is None else t.detach() for name, t in small._asdict().items() if name != "add"]
+    needs_grad = [True] * len(values) + [tensor is not None for tensor in given]
+    torch.library.opcheck(operator.backward_op, (out, partial, None, values, *given, *saved, *options, needs_grad))
+
+
+@pytest.mark.parametrize("query", QUERIES)
+def test_opcheck_of_two_phase_reads(query, triton_device):
+    sources, queries = leaves(triton_device, query)
+    torch.library.opcheck(two_phase.blocks_op, (sources, queries, 1e-6, 1.0, "triton"))
 
 
 CONFIGS = {
