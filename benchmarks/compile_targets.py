@@ -52,7 +52,7 @@ class Read:
     """One way to call depth attention.
 
     Attributes:
-        dtype: of the sources: "bf16", "fp32", or "mixed": bf16 blocks, among them one in fp32.
+        dtype: of the sources: "bf16", "fp32", "mixed" (bf16, the first one fp32) or "last" (bf16, the last one fp32).
         query: "static" (D,), "sample" (B, D) or "token" (B, T, D).
         norm: "", "layer", "rms" (both affine) or "adaln" (LayerNorm with scale and shift per sample).
         add: the last source is a sum that the kernel makes, and has a gradient from elsewhere too.
@@ -130,10 +130,11 @@ def _call(read: Read) -> None:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     shape, width = (SAMPLES, TOKENS, read.width), read.width
-    dtype = DTYPES["bf16" if read.dtype == "mixed" else read.dtype]
+    dtype = DTYPES.get(read.dtype, torch.bfloat16)
     sources = [empty(*shape, dtype=dtype) for _ in range(read.sources)]
-    if read.dtype == "mixed":
-        sources[0] = sources[0].float()
+    if read.dtype not in DTYPES:
+        wide = {"mixed": 0, "last": -1}[read.dtype]
+        sources[wide] = sources[wide].float()
     query = empty(*{"static": (width,), "sample": (SAMPLES, width), "token": shape}[read.query])
     collected = [SourceGradient() if read.accumulate else None for _ in sources]
     if read.queries:
@@ -251,6 +252,7 @@ def option_reads(sources: Sequence[int], widths: Sequence[int]) -> Iterator[Read
         yield Read(n, width, query="token", grad_weights=True)
         yield Read(n, width, heads=4, norm="layer", grad_weights=True)
         yield Read(n, width, "mixed", norm="layer")
+        yield Read(n, width, "last")
         yield Read(n, width, queries=4, accumulate=True)
         yield Read(n, width, "fp32", query="token", queries=2)
 
@@ -261,6 +263,8 @@ def quick_reads() -> Iterator[Read]:
     yield Read(9, 768, norm="adaln", add=True, accumulate=True)
     yield Read(9, 1152, "fp32", query="token", norm="layer")
     yield Read(9, 1024, queries=4, accumulate=True)
+    yield Read(4, 384, "mixed")
+    yield Read(4, 384, "last", add=True)
 
 
 def _inspect_read(read: Read, target: int) -> list[Result]:

@@ -68,21 +68,21 @@ def read_kernel(
     sample, tokens, live, rows = place(tl.program_id(0), num_tokens, ROWS)
     query_offsets = sample * query_strides[0] + tokens * query_strides[1]
 
-    # The last source
+    # The last source. It may have a dtype of its own, and so a name: a variable that a branch sets keeps its type.
     offsets = sample * last_strides[0] + tokens * last_strides[1]
-    values = load_row(last, offsets, live, D, HEADS, TILE, TILES)
+    newest = load_row(last, offsets, live, D, HEADS, TILE, TILES)
     if add is not None:
         offsets = sample * add_strides[0] + tokens * add_strides[1]
-        values = _add_rows(values, load_row(add, offsets, live, D, HEADS, TILE, TILES), partial)
-        store_row(partial, rows * D, live, values, D, HEADS, TILE, TILES)
-    mixture = to_fp32(values)
-    maxima, norm = _scores(values, query, query_offsets, live, scale, eps, D, HEADS, TILE, TILES)
+        newest = _add_rows(newest, load_row(add, offsets, live, D, HEADS, TILE, TILES), partial)
+        store_row(partial, rows * D, live, newest, D, HEADS, TILE, TILES)
+    mixture = to_fp32(newest)
+    maxima, norm = _scores(newest, query, query_offsets, live, scale, eps, D, HEADS, TILE, TILES)
     _store_stats(scores, inv_rms, num_blocks, maxima, norm, rows, num_rows, live, HEADS)
     sums = _ones(maxima)
     if mixed is not None:
-        values = load_row(mixed, rows * D, live, D, HEADS, TILE, TILES)
+        before = load_row(mixed, rows * D, live, D, HEADS, TILE, TILES)
         earlier = (tl.load(lse + rows, mask=live, other=0.0),)
-        maxima, sums, mixture = attend(values, earlier, maxima, sums, mixture, HEADS, TILES)
+        maxima, sums, mixture = attend(before, earlier, maxima, sums, mixture, HEADS, TILES)
 
     # The finished blocks. The next one is under way while this one is computed. A branch per block, not a mask: kernels
     # of large buckets would else become one piece of code that takes minutes to compile and spills.
