@@ -59,6 +59,7 @@ class Read:
         accumulate: the blocks' gradients are added in place to fp32 sums (collect.py).
         grad_weights: the weights have a gradient.
         queries: 0, or a pass over finished blocks for so many queries (two_phase.py) instead of a read.
+        merge: the read that follows such a pass: the blocks' mean, and one source.
     """
 
     sources: int
@@ -71,9 +72,10 @@ class Read:
     accumulate: bool = False
     grad_weights: bool = False
     queries: int = 0
+    merge: bool = False
 
     def __str__(self) -> str:
-        flags = [name for name in ("add", "accumulate", "grad_weights") if getattr(self, name)]
+        flags = [name for name in ("add", "accumulate", "grad_weights", "merge") if getattr(self, name)]
         heads, queries = f"h{self.heads}" * (self.heads > 1), f"x{self.queries}" * (self.queries > 0)
         return "+".join(filter(None, [self.query + queries, heads, self.norm, *flags]))
 
@@ -145,6 +147,9 @@ def _call(read: Read) -> None:
         launch_two_phase.gradients(means, lse, sources, queries, saved, 1.0, needs_grad, collected)
         return
     inputs = Inputs(query, add=empty(*shape, dtype=dtype) if read.add else None)
+    if read.merge:
+        inputs = inputs._replace(mixed=empty(*shape, dtype=dtype), lse=empty(*shape[:-1]))
+        sources, collected = sources[-1:], collected[-1:]
     if read.norm:
         inputs = inputs._replace(norm_weight=empty(width), norm_bias=None if read.norm == "rms" else empty(width))
     if read.norm == "adaln":
@@ -254,6 +259,8 @@ def option_reads(sources: Sequence[int], widths: Sequence[int]) -> Iterator[Read
         yield Read(n, width, "mixed", norm="layer")
         yield Read(n, width, "last")
         yield Read(n, width, queries=4, accumulate=True)
+        yield Read(n, width, "mixed", queries=2)
+        yield Read(n, width, norm="adaln", add=True, merge=True)
         yield Read(n, width, "fp32", query="token", queries=2)
 
 
@@ -263,6 +270,7 @@ def quick_reads() -> Iterator[Read]:
     yield Read(9, 768, norm="adaln", add=True, accumulate=True)
     yield Read(9, 1152, "fp32", query="token", norm="layer")
     yield Read(9, 1024, queries=4, accumulate=True)
+    yield Read(9, 1024, norm="adaln", add=True, merge=True)
     yield Read(4, 384, "mixed")
     yield Read(4, 384, "last", add=True)
 
