@@ -16,7 +16,7 @@ TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Limits of the kernels: beyond them a row no longer fits into registers, or the pointers into a launch.
 MAX_WIDTH = 8192
 MAX_SOURCES = 257
-MAX_HEADS = 16
+MAX_HEADS = 4
 
 # Looked up here, not at a read: torch.compile traces what a read does.
 HAS_TRITON = importlib.util.find_spec("triton") is not None
