@@ -14,6 +14,7 @@ other; under `accelerate launch` with several processes one after the other, eac
 from __future__ import annotations
 
 import dataclasses
+import gc
 import hashlib
 import importlib
 import os
@@ -207,6 +208,9 @@ def run_in_this_process(runs: list[Run]) -> None:
         script(run.task).train(run.config)
         AcceleratorState._reset_state()
         GradientState._reset_state()
+        gc.collect()  # a bf16 model holds itself through the forward that accelerate gave it: two would not fit
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 def side_by_side_speed(config: CompareConfig, runs: list[Run], path: Path) -> dict[str, dict[str, float]]:

@@ -45,6 +45,8 @@ def depth_profile(model: nn.Module, forward: Callable[[], torch.Tensor]) -> list
         norm reads, the RMS of the sublayer's output, and the 2-norm of the loss's gradient with respect to that output.
     """
     layers = sublayers(model)
+    if not layers:  # and no forward pass, whose graph may take more memory than a training step
+        return []
     read: dict[int, float] = {}
     written: dict[int, torch.Tensor] = {}
     handles = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import shutil
@@ -231,6 +232,22 @@ def test_conclusions_say_no_more_than_the_seeds(values: list[float], phrases: li
     assert sentence.startswith("block against standard, validation loss:")
     for phrase in phrases:
         assert phrase in sentence
+
+
+def test_runs_in_one_process_leave_no_model_behind(tmp_path: Path) -> None:
+    """Under a launcher all runs share a process: the second model of 13 B parameters must not meet the first."""
+
+    def models() -> int:
+        return sum(type(thing).__name__ == "VisionTransformer" for thing in gc.get_objects())
+
+    gc.collect()
+    before = models()
+    base = {**DIGITS, "schedule": {"steps": 1}, "mixed_precision": "bf16"}
+    config, folder = compare.load(
+        ["--config", str(table(tmp_path, seeds=[0], base=base)), "--output_dir", str(tmp_path)]
+    )
+    compare.run_in_this_process(compare.plan(config, folder))
+    assert models() == before
 
 
 def test_comparison_under_a_launcher_with_two_processes(tmp_path: Path) -> None:

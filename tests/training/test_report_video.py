@@ -14,7 +14,7 @@ from PIL import Image
 import attnres_vision
 from training import generate, metrics, report, summary, tables
 from training.config_io import merge
-from training.diagnostics import depth_weights, depth_weights_by_timestep
+from training.diagnostics import depth_profile, depth_weights, depth_weights_by_timestep
 from training.sweep import sweep
 
 ENVIRONMENT = {"device": "cpu (x)", "threads": 1, "python": "3.11", "packages": {"torch": "2"}, "git": None}
@@ -325,3 +325,10 @@ def test_depth_weights_by_timestep_are_depth_weights_at_each_noise_level() -> No
     with pytest.warns(UserWarning, match="depth queries are not zero"):
         plain = attnres_vision.detach(model)
     assert depth_weights_by_timestep(plain, forward, [0.5]) == []
+
+
+def test_a_model_without_blocks_of_timm_names_has_no_profile_and_costs_no_forward_pass() -> None:
+    def forward() -> torch.Tensor:
+        raise AssertionError("a forward pass with gradients that nobody looks at")
+
+    assert depth_profile(torch.nn.Sequential(torch.nn.Linear(2, 2)), forward) == []
