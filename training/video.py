@@ -62,6 +62,12 @@ class VideoTask:
         self.train_set: Any = loader.dataset
         self.val_set: Any = self.val_loader.dataset
         self.empty_text = {name: value.to(accelerator.device) for name, value in self.val_set.empty_text.items()}
+        if config.sampling.vae is not None:  # what is needed after the last step is looked at before the first one
+            encoders.vae_folder(config.sampling.vae)
+        if config.sampling.frechet:
+            from training.frechet import FrechetDistance  # torchmetrics
+
+            FrechetDistance(config.sampling.extractor)
         for caption in config.sampling.captions or ():
             if caption not in self.train_set.caption_texts:
                 raise ValueError(f"sampling.captions must be captions of the data set, got {caption!r}")

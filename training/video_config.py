@@ -138,7 +138,7 @@ class SamplingConfig:
         seed: of the noise; the same for all runs, so that they can be compared.
         fps: frames per second of the files.
         vae: folder of the VAE that turns latents into pixels; None for models of pixels.
-        frechet: clips to generate for the Frechet distance to the validation clips; 0 is off.
+        frechet: clips to generate for the Frechet distance to as many clips of the training set; 0 is off.
         extractor: path of a TorchScript or `nn.Module` file that turns clips into features (I3D, VideoMAE); None: a
             small fixed random network, whose distances compare runs with each other and with nothing else.
     """

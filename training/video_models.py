@@ -43,7 +43,8 @@ def build_model(config: VideoModelConfig) -> nn.Module:
         half = config.frozen_dtype == "bf16" and config.train != "full"
         model = _load(cls, config.pretrained, torch.bfloat16 if half else torch.float32)
     if config.residual == "attnres":
-        model = dit.convert(model, config.attnres)
+        with torch.random.fork_rng(devices=[]):  # adapters, too, start the same in all variants
+            model = dit.convert(model, config.attnres)
     _freeze(model, config)
     if config.grad_checkpointing:
         model.enable_gradient_checkpointing()
@@ -57,7 +58,11 @@ def _load(cls: Any, folder: str, dtype: torch.dtype) -> Any:
         raise ValueError(
             f"model.pretrained must be the folder of a diffusers transformer (with config.json), got {folder!r}"
         ) from error
-    if stored.get("_class_name", "").removeprefix("AttnRes") != cls.__name__:
+    if stored.get("_class_name", "").startswith("AttnRes"):
+        raise ValueError(
+            f"model.pretrained must be a stock checkpoint, got an AttnRes one in {folder!r}: its queries would be lost"
+        )
+    if stored.get("_class_name", "") != cls.__name__:
         raise ValueError(
             f"model.name must be the class in {folder!r}, {stored.get('_class_name')}, got {cls.__name__!r}"
         )

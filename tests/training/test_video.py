@@ -206,3 +206,12 @@ def test_an_unknown_task_of_a_table_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "table.yaml").write_text("task: audio\n")
     with pytest.raises(SystemExit, match="task must be 'image' or 'video', got 'audio'"):
         compare.main(["--config", str(tmp_path / "table.yaml")])
+
+
+@pytest.mark.parametrize("sampling", [{"frechet": 2, "extractor": "no/such.pt"}], ids=["extractor"])
+def test_what_the_end_needs_is_checked_before_the_first_step(
+    sampling: dict[str, Any], small: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=r"there is no file no/such\.pt"):
+        video.train(small({"sampling": {"count": 0, **sampling}}))
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

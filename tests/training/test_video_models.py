@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -227,3 +228,25 @@ def test_a_lora_target_that_fits_nothing_is_an_error() -> None:
 def test_the_standard_residual_is_the_stock_model() -> None:
     cls, kwargs, _ = MODELS["wan"]
     assert type(build_model(VideoModelConfig(name=cls, kwargs=kwargs))) is type(stock_model("wan"))
+
+
+@pytest.mark.parametrize("query", [{}, {"query": "condition"}, {"query": "token", "rank": 2}], ids=str)
+def test_adapters_start_the_same_in_all_variants(query: dict[str, Any]) -> None:
+    """The queries' own random numbers must not move those of the adapters, which are drawn after them."""
+    pytest.importorskip("peft")
+    tiny, adapters = {"name": MODELS["wan"][0], "kwargs": dict(MODELS["wan"][1])}, []
+    attnres = {"train": "depth+lora", "residual": "attnres", "attnres": {"block_size": 2, **query}}
+    for residual in ({"train": "lora"}, attnres):
+        torch.manual_seed(0)
+        model = build_model(VideoModelConfig(**tiny, **residual))
+        adapters.append({name: p.detach().clone() for name, p in model.named_parameters() if "lora_A" in name})
+    assert adapters[0]
+    torch.testing.assert_close(adapters[1], adapters[0], rtol=0, atol=0)
+
+
+def test_a_checkpoint_with_queries_is_not_taken_for_a_stock_one(tmp_path: Path) -> None:
+    name, kwargs, _ = MODELS["wan"]
+    config = VideoModelConfig(name=name, kwargs=dict(kwargs), residual="attnres", attnres={"block_size": 2})
+    build_model(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="pretrained must be a stock checkpoint, got an AttnRes one"):
+        build_model(VideoModelConfig(name=name, pretrained=str(tmp_path)))
