@@ -96,8 +96,6 @@ def _share_reads(block: list[DepthAttention]) -> None:
     """Tell the readers of a block of each other, for two-phase reads."""
     if block[0].opens_block and all(depth.query is not None for depth in block):
         block[0].block_readers = tuple(block)
-        for place, depth in enumerate(block):
-            depth.place_in_block = place
 
 
 def _begin(plan: Plan) -> None:

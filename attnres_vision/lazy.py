@@ -61,6 +61,8 @@ class LazyRead:
     def _read(self, norm: Norm | None = None) -> Tensor:
         kernel = dispatch.choose(self._sources, self._options.get("heads", 1))
         stream, sources = self._stream, self._sources
+        if stream is not None and stream.hides_gradient(stream.pending):
+            stream.settle()
         if stream is None:
             return operator.depth_attention(sources, self._query, norm=norm, kernel=kernel, **self._options)
         if stream.pending is None:  # somebody else has made the sum since

@@ -74,9 +74,8 @@ class DepthAttention(nn.Module):
         self.given, self.given_other = dim if given is None else given, given_other
         self.kind = config.query if self.given else "static"
         self.unused = unused
-        # For two-phase reads: the readers of the block that this one opens, and its place among those of its block
+        # For two-phase reads: the readers of the block that this one opens, itself the first
         self.block_readers: tuple[DepthAttention, ...] = ()
-        self.place_in_block = 0
         shapes: dict[str, tuple[int, ...]] = {}
         if not only_embedding and not unused:
             shapes["query"] = (dim,)
@@ -119,7 +118,7 @@ class DepthAttention(nn.Module):
         if stream.channel_dim != -1:  # a host that moved the channels gets them where it put them
             return self.forward(stream.channels_last()).movedim(-1, stream.channel_dim).contiguous()
         if stream.bounds is not None or stream.cast is not None:
-            plain = self.forward(dataclasses.replace(stream, bounds=None, cast=None)).to(stream.dtype)
+            plain = self.forward(dataclasses.replace(stream, bounds=None, cast=None, uncast=stream)).to(stream.dtype)
             return plain if stream.bounds is None else plain.clamp(*stream.bounds)
         if self.query is None:
             sources = stream.sources()
@@ -139,7 +138,7 @@ class DepthAttention(nn.Module):
             if self.opens_block:
                 return two_phase.read_ahead(self, stream)
             assert stream.ahead is not None and stream.partial is not None
-            earlier = (*stream.ahead[self.place_in_block], len(stream.blocks))
+            earlier = (*stream.ahead[self], len(stream.blocks))
             query = self.compute_query(stream)
             return LazyRead((stream.partial,), query, stream=stream, earlier=earlier, **options)
         if self._low_rank_is_small():

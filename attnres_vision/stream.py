@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -42,8 +42,7 @@ class DepthStream:
         part: what this stream is a slice of, None if of nothing.
         uncast: the stream that this one is a cast of; the host reads the cast and goes on with the other.
         pending: an output still to be added to the partial sum, which the next reader's kernel does on its way.
-        ahead: for every reader of the open block, in depth order, what its query has read of the finished blocks
-            (two-phase reads, ops/two_phase.py); None where each reader reads them itself.
+        ahead: for readers of the open block what two_phase.py has read for them; others read all blocks themselves.
     """
 
     blocks: tuple[Tensor, ...]
@@ -57,7 +56,7 @@ class DepthStream:
     part: StreamPart | None = None
     uncast: DepthStream | None = None
     pending: Tensor | None = None
-    ahead: tuple[tuple[Tensor, Tensor], ...] | None = None
+    ahead: Mapping[object, tuple[Tensor, Tensor]] | None = None
 
     # Reading and writing ---------------------------------------------------------------------------------------------
 
@@ -69,7 +68,14 @@ class DepthStream:
     def settle(self, total: Tensor | None = None) -> None:
         """Bring the partial sum up to date; `total` is that sum where a kernel has made it."""
         if self.pending is not None:
+            if total is None and self.hides_gradient(self.pending):
+                with torch.inference_mode(False), torch.enable_grad():
+                    total = self._sum(self.pending)
             self.partial, self.pending = self._sum(self.pending) if total is None else total, None
+
+    def hides_gradient(self, delta: Tensor | None) -> bool:
+        """Whether the sum with `delta` has a gradient that what runs now does not see: a hook, under no_grad."""
+        return not torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (self.partial, delta))
 
     def seal(self) -> None:
         """End the open block: the next output starts a new one."""
@@ -105,7 +111,7 @@ class DepthStream:
         """Whether the next reader can make the sum: in a Triton kernel, of plain sources of one dtype."""
         plain = self.channel_dim == -1 and self.cast is None and self.bounds is None and not decomposed.is_needed()
         same = self.partial is not None and self.partial.dtype == self.dtype == delta.dtype
-        return plain and same and dispatch.choose((delta,), 1) == "triton"
+        return plain and same and not self.hides_gradient(delta) and dispatch.choose((delta,), 1) == "triton"
 
     def __add__(self, delta: Tensor) -> DepthStream:
         return self.write(delta)
@@ -324,9 +330,8 @@ class DepthStream:
 
 _ADD = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__}
 _CAT = {torch.cat, torch.concat, torch.concatenate}
-refuse_operators(DepthStream)
-
 _METHODS = {torch.reshape, torch.permute, torch.split, torch.chunk, torch.clip, torch.clamp}
+refuse_operators(DepthStream)
 
 
 def _flatten(stream: DepthStream) -> tuple[list[Any], tuple[Any, ...]]:

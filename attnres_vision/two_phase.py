@@ -23,9 +23,11 @@ if TYPE_CHECKING:
 def is_shared(reader: DepthAttention, stream: DepthStream) -> bool:
     """Whether this read is the first or a later one of a two-phase block."""
     if not reader.opens_block:
-        return stream.ahead is not None
+        return _has_read_for(reader, stream)
     config = reader.config
     if len(reader.block_readers) < 2 or config.two_phase is False or decomposed.is_needed():
+        return False
+    if stream.uncast is not None:  # the host goes on with that one, which would not know
         return False
     if config.two_phase is None and torch.is_grad_enabled():  # it would keep one more tensor per reader
         return False
@@ -33,6 +35,19 @@ def is_shared(reader: DepthAttention, stream: DepthStream) -> bool:
         return False
     device = stream.device
     return all(_is_at_hand(other, device) for other in reader.block_readers)
+
+
+def _has_read_for(reader: DepthAttention, stream: DepthStream) -> bool:
+    """Whether the stream has a read for this reader, and one that autograd knows of if it has to.
+
+    It may not: a host leaves layers out, a layer is replaced by another, the layers before run without gradients.
+    """
+    if stream.ahead is None or reader not in stream.ahead:
+        return False
+    if not torch.is_grad_enabled() or stream.ahead[reader][1].requires_grad:
+        return True
+    origins = (*reader.parameters(), *stream.blocks, stream.condition)
+    return not any(origin is not None and origin.requires_grad for origin in origins)
 
 
 def _is_at_hand(reader: DepthAttention, device: torch.device) -> bool:
@@ -48,6 +63,6 @@ def read_ahead(reader: DepthAttention, stream: DepthStream) -> Tensor:
     queries = [other.compute_query(stream) for other in reader.block_readers]
     kernel = dispatch.choose(sources, config.heads)
     ahead = attend_blocks(sources, queries, eps=config.key_eps, scale=config.scale, kernel=kernel)
-    stream.ahead = tuple(ahead)
+    stream.ahead = dict(zip(reader.block_readers, ahead, strict=True))
     mean = ahead[0][0]
     return mean * len(sources) if config.form == "sum" else mean

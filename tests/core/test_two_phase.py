@@ -92,6 +92,54 @@ def test_copies_have_readers_of_their_own():
     torch.testing.assert_close(twin(images), expected, rtol=0, atol=0)
 
 
+def leave_out(model: nn.Module) -> None:
+    model.blocks = nn.Sequential(*[block for i, block in enumerate(model.blocks) if i != 4])  # as skip-layer guidance
+
+
+def replace(model: nn.Module) -> None:
+    model.blocks[5] = copy.deepcopy(model.blocks[5])
+    nn.init.normal_(model.blocks[5].norm1.depth.query)
+
+
+@pytest.mark.parametrize("change", [leave_out, replace])
+def test_readers_use_only_what_was_read_for_them(change):
+    """Blocks of two layers: the first reader of a block is in layer 4, the third in layer 5."""
+    one, two = (vit(two_phase=shared, block_size=4) for shared in (False, True))
+    images = torch.randn(2, 3, 16, 16, dtype=torch.float64)
+    for model in (one, two):
+        torch.manual_seed(1)
+        change(model)
+    for found, expected in zip(step(two, images), step(one, images), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_layers_without_gradients_read_nothing_for_those_with():
+    """The first layers are frozen and run without gradients; the last one is in the middle of a block."""
+    grads = []
+    for shared in (False, True):
+        model = vit(two_phase=shared, block_size=4).requires_grad_(False)
+        model.blocks[-1].requires_grad_(True)
+        with torch.no_grad():
+            torch.manual_seed(1)
+            x = model._pos_embed(model.patch_embed(torch.randn(2, 3, 16, 16, dtype=torch.float64)))
+            for block in model.blocks[:-1]:
+                x = block(x)
+        model.norm(model.blocks[-1](x)).square().sum().backward()
+        grads.append([parameter.grad for parameter in model.blocks[-1].parameters()])
+    torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-9)
+
+
+def test_no_pass_for_a_cast_that_the_host_drops(monkeypatch):
+    """`norm(x.to(...))`: the host adds to x, which would not know of the pass."""
+    model = vit(two_phase=True).eval()
+    reads = [module for block in model.blocks for module in (block.norm1, block.norm2)]
+    for norm in reads:
+        norm.register_forward_pre_hook(lambda norm, args: args[0].to(torch.float32), prepend=True)
+        norm.register_forward_pre_hook(lambda norm, args: args[0].double())
+    with torch.no_grad():
+        assert count_passes(model, torch.randn(1, 3, 16, 16, dtype=torch.float64), monkeypatch) == []
+
+
 def test_opcheck():
     torch.manual_seed(0)
     sources = [torch.randn(2, 5, 12, requires_grad=True) for _ in range(3)]

@@ -230,3 +230,29 @@ def test_a_training_step_of_a_vit_equals_the_eager_one(name, checkpointing, trit
     for found, wanted in zip(steps[0][1:], steps[1][1:], strict=True):
         # Some gradients are small differences of large ones
         assert (found - wanted).abs().max() <= 1e-5 * max(wanted.abs().max().item(), 0.01 * largest)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_look_at_the_stream_without_gradients_takes_none_away(mode, triton_device):
+    """A sum that waits for the next kernel belongs to the pass that wrote it, not to the hook that asks for it."""
+    options = {"img_size": 16, "patch_size": 8, "embed_dim": 48, "depth": 3, "num_heads": 3, "num_classes": 5}
+    model = attnres_vision.attach(timm.create_model("vit_tiny_patch16_224", **options), {"block_size": 4})
+    model.to(triton_device)
+    images = torch.randn(2, 3, 16, 16, device=triton_device)
+    looks = [lambda stream: None, lambda stream: stream.total(), lambda stream: model.norm.depth(stream)]
+    grads = []
+
+    def look(block: torch.nn.Module, args: tuple, stream: attnres_vision.DepthStream) -> None:
+        with mode():
+            looks[len(grads)](stream)
+
+    for block in model.blocks:
+        block.register_forward_hook(look)
+    for _ in looks:
+        model.zero_grad()
+        with backend("triton"):
+            model(images).square().sum().backward()
+        grads.append([parameter.grad.clone() for parameter in model.parameters()])
+    for found in grads[1:]:
+        largest = max(grad.abs().max() for grad in grads[0])
+        assert all((a - b).abs().max() <= 1e-5 * largest for a, b in zip(found, grads[0], strict=True))
