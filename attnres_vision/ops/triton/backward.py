@@ -17,11 +17,11 @@ import triton
 import triton.language as tl
 
 from attnres_vision.ops.triton.norm_backward import mix, norm_gradient
-from attnres_vision.ops.triton.rows import COUNTS, dot_by_head, load_row, place, store_row, store_sum, zeros
+from attnres_vision.ops.triton.rows import COUNTS, VIEWS, dot_by_head, load_row, place, store_row, store_sum, zeros
 from attnres_vision.ops.triton.source_gradient import factors_of, plus, plus_products, products_of, store_gradient
 
 
-@triton.jit(do_not_specialize=COUNTS)
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=VIEWS)
 def gradient_kernel(
     blocks,
     block_strides,

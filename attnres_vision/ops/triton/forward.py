@@ -16,6 +16,7 @@ import triton.language as tl
 
 from attnres_vision.ops.triton.rows import (
     COUNTS,
+    VIEWS,
     columns,
     dot,
     dot_by_head,
@@ -27,7 +28,7 @@ from attnres_vision.ops.triton.rows import (
 )
 
 
-@triton.jit(do_not_specialize=COUNTS)
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=VIEWS)
 def read_kernel(
     blocks,  # N pointers to (samples, tokens, D), the last one repeated up to the bucket; one, unused, if N is 0
     block_strides,  # their strides: N pairs of sample, token

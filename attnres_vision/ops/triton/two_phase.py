@@ -13,6 +13,7 @@ import triton.language as tl
 from attnres_vision.ops.triton.forward import attend, scaled
 from attnres_vision.ops.triton.rows import (
     COUNTS,
+    VIEWS,
     columns,
     dot,
     inside,
@@ -26,7 +27,7 @@ from attnres_vision.ops.triton.rows import (
 from attnres_vision.ops.triton.source_gradient import plus, plus_products
 
 
-@triton.jit(do_not_specialize=COUNTS)
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=VIEWS)
 def attend_blocks_kernel(
     blocks,  # as in forward.py
     block_strides,
@@ -82,7 +83,7 @@ def attend_blocks_kernel(
         store_row(mixed[m], rows * D, live, mean, D, 1, TILE, TILES)
 
 
-@triton.jit(do_not_specialize=COUNTS)
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=VIEWS)
 def blocks_gradient_kernel(
     blocks,
     block_strides,
