@@ -64,7 +64,7 @@ def depth_attention(
     """
     norm = norm if norm is None or isinstance(norm, Norm) else Norm.of(norm)
     _check(sources, query, eps, scale, form, heads, add, norm)
-    kernel = dispatch.choose(sources, heads)
+    kernel = dispatch.choose(sources, heads, add)
     options: dict[str, Any] = {"eps": eps, "scale": scale, "form": form, "heads": heads}
     if not decomposed.is_needed(kernel):
         return operator.depth_attention(

@@ -135,7 +135,9 @@ def read_backward(
     the gradient of the log-sum-exp of the scores, where that is a result too (two_phase.py).
     """
     dtype, heads, num_sources = weights.dtype, weights.shape[-1], len(sources)
-    if grad_out is None:  # only the weights have a gradient: rare, and not worth a case of its own there
+    if grad_out is None and mixed is not None:  # which has a gradient through the weights
+        grad_out = torch.zeros_like(mixed)
+    elif grad_out is None:  # only the weights have a gradient: rare, and not worth a case of its own there
         gradients = [None] * num_sources
     values = [_rows(source) for source in sources]
     num_samples, num_tokens, width = values[0].shape

@@ -42,12 +42,12 @@ def backend(name: str) -> Iterator[None]:
         _chosen.reset(token)
 
 
-def choose(sources: Sequence[Tensor], heads: int) -> str:
-    """ "triton" or "eager", for a read of these sources."""
+def choose(sources: Sequence[Tensor], heads: int, add: Tensor | None = None) -> str:
+    """ "triton" or "eager", for a read of these sources, `add` on the last one."""
     chosen = _chosen.get()
     if chosen == "eager" or (chosen == "auto" and sources[0].device.type != "cuda"):
         return "eager"
-    obstacle = _obstacle(sources, heads)
+    obstacle = _obstacle(sources, heads, add)
     if obstacle is None:
         return "triton"
     if chosen == "triton":
@@ -55,15 +55,16 @@ def choose(sources: Sequence[Tensor], heads: int) -> str:
     return "eager"
 
 
-def _obstacle(sources: Sequence[Tensor], heads: int) -> str | None:
+def _obstacle(sources: Sequence[Tensor], heads: int, add: Tensor | None) -> str | None:
     """Why the kernels cannot compute a read; None if they can."""
     first, width = sources[0], sources[0].shape[-1]
     if not HAS_TRITON:
         return "Triton is not installed"
     if first.device.type != "cuda" and not (first.device.type == "cpu" and INTERPRETING):
         return f"the sources are on {first.device}, not on a GPU"
-    if any(source.dtype not in TRITON_DTYPES for source in sources):
-        return f"sources must be fp32, fp16 or bf16, got {', '.join(sorted({str(s.dtype) for s in sources}))}"
+    dtypes = {source.dtype for source in sources} | ({add.dtype} if add is not None else set())
+    if not dtypes <= set(TRITON_DTYPES):
+        return f"sources must be fp32, fp16 or bf16, got {', '.join(sorted(map(str, dtypes)))}"
     if width > MAX_WIDTH or len(sources) > MAX_SOURCES or heads > MAX_HEADS:
         return (
             f"at most D={MAX_WIDTH}, {MAX_SOURCES} sources and {MAX_HEADS} heads, got D={width}, {len(sources)} "

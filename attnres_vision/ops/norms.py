@@ -68,8 +68,8 @@ class Norm:
             raise ValueError(f"norm.scale and norm.shift need sources (B, ..., D), got {tuple(source.shape)}")
 
     def apply(self, hidden: Tensor) -> Tensor:
-        """The norm of (B, ..., D) by PyTorch's own functions."""
-        return self.modulate(self.normalise(hidden))
+        """The norm of (B, ..., D) by PyTorch's own functions, in the dtype of `hidden` whatever the parameters'."""
+        return self.modulate(self.normalise(hidden)).to(hidden.dtype)
 
     def normalise(self, hidden: Tensor) -> Tensor:
         shape = hidden.shape[-1:]

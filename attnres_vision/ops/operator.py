@@ -230,6 +230,15 @@ def _with_add(grads: list[Tensor | None], num_sources: int, ctx: Any) -> list[Te
 forward_op.register_autograd(_backward, setup_context=_setup_context)
 
 
+def refuse_double_backward() -> None:
+    """Raise in a backward pass that is to be differentiated."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "AttnRes models have no double backward (create_graph=True): for gradients of gradients use "
+            "torch.func.grad(torch.func.grad(...)), with torch.func.functional_call"
+        )
+
+
 class _CollectingRead(torch.autograd.Function):
     """The operator for sources whose gradients are added up in place, which no operator's schema can say."""
 
@@ -249,11 +258,7 @@ class _CollectingRead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "AttnRes models have no double backward (create_graph=True): for gradients of gradients use "
-                "torch.func.grad(torch.func.grad(...)), with torch.func.functional_call"
-            )
+        refuse_double_backward()
         grads = (grads[0], None if ctx.add_dtype is None else grads[1], grads[2])
         if all(grad is None for grad in grads):
             return (None,) * len(ctx.needs_input_grad)

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from attnres_vision.ops.analytic import read_backward, read_forward
 from attnres_vision.ops.collect import SourceGradient, gradient_of
-from attnres_vision.ops.operator import BACKWARD_FLOPS, FORWARD_FLOPS
+from attnres_vision.ops.operator import BACKWARD_FLOPS, FORWARD_FLOPS, refuse_double_backward
 from attnres_vision.ops.reference import compute_dtype, promoted_dtype
 
 NUM_SAVED = 3  # log-sum-exp, scores, 1/rms
@@ -164,6 +164,7 @@ class _CollectingPass(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        refuse_double_backward()
         *tensors, lse, scores, inv_rms = ctx.saved_tensors
         saved = (lse, scores, inv_rms)
         sources, queries = tensors[: ctx.num_sources], tensors[ctx.num_sources :]

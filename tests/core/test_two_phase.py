@@ -11,6 +11,7 @@ from torch import nn
 
 import attnres_vision
 from attnres_vision.ops import operator, reference, two_phase
+from attnres_vision.ops.collect import collect
 
 KINDS = {
     "static": {},
@@ -171,3 +172,25 @@ def test_a_merge_equals_one_read_of_all_sources():
         rtol=1e-11,
         atol=1e-11,
     )
+
+
+@pytest.mark.parametrize("used", ["result", "weights"])
+def test_a_merge_whose_result_or_weights_alone_have_a_gradient(used):
+    torch.manual_seed(0)
+    *blocks, partial = sources = [torch.randn(2, 5, 12, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    query = torch.randn(12, dtype=torch.float64, requires_grad=True)
+    (known,) = two_phase.attend_blocks(blocks, [query], eps=1e-6, scale=0.5, kernel="eager")
+    merged = operator.depth_attention([partial], query, scale=0.5, earlier=(*known, 2), return_weights=True)
+    out, weights = reference.depth_attention(sources, query, scale=0.5, return_weights=True)
+    found, wanted = (merged[0], out) if used == "result" else (merged[1], weights[-1:])
+    inputs = [*sources, query]
+    grads = (torch.autograd.grad(value.square().sum(), inputs) for value in (found, wanted))
+    torch.testing.assert_close(*grads, rtol=1e-11, atol=1e-11)
+
+
+def test_a_second_derivative_raises_instead_of_being_wrong():
+    sources = [collect(torch.randn(2, 5, 12, requires_grad=True)) for _ in range(2)]
+    query = torch.randn(12, requires_grad=True)
+    ((mean, _),) = two_phase.attend_blocks(sources, [query], eps=1e-6, scale=0.5, kernel="eager")
+    with pytest.raises(RuntimeError, match="no double backward"):
+        torch.autograd.grad(mean.sum(), query, create_graph=True)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from attnres_vision.ops import Norm, depth_attention, operator, reference
+from attnres_vision.ops import Norm, backend, depth_attention, operator, reference
 from attnres_vision.ops.arguments import Inputs, Options
 
 
@@ -241,3 +241,17 @@ def test_export_with_a_batch_that_may_equal_the_width():
     program = torch.export.export(Read(), example, dynamic_shapes=(batch, batch, batch), strict=False)
     sources, query = [torch.randn(12, 7, 12) for _ in range(2)], torch.randn(12, 7, 12)
     torch.testing.assert_close(program.module()(*sources, query), depth_attention(sources, query), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["eager", "triton"])
+def test_the_result_has_the_dtype_of_the_sources_whatever_the_norm_has(name, triton_device):
+    sources = [torch.randn(2, 3, 48, device=triton_device, dtype=torch.bfloat16) for _ in range(2)]
+    scale = torch.randn(2, 48, device=triton_device)
+    with backend(name):
+        assert depth_attention(sources, scale[0], norm=Norm("layer", scale=scale)).dtype == torch.bfloat16
+
+
+def test_a_float64_sum_is_not_for_the_kernels(triton_device):
+    source, add = torch.randn(2, 3, 48, device=triton_device), torch.randn(2, 3, 48, device=triton_device).double()
+    with backend("triton"), pytest.raises(ValueError, match=r"got torch\.float32, torch\.float64"):
+        depth_attention([source], source[0, 0], add=add)
