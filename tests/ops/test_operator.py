@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from attnres_vision.ops import Norm, backend, depth_attention, operator, reference
+from attnres_vision.ops import Norm, backend, depth_attention, dispatch, operator, reference
 from attnres_vision.ops.arguments import Inputs, Options
 
 
@@ -255,3 +257,13 @@ def test_a_float64_sum_is_not_for_the_kernels(triton_device):
     source, add = torch.randn(2, 3, 48, device=triton_device), torch.randn(2, 3, 48, device=triton_device).double()
     with backend("triton"), pytest.raises(ValueError, match=r"got torch\.float32, torch\.float64"):
         depth_attention([source], source[0, 0], add=add)
+
+
+@pytest.mark.parametrize(("version", "is_used"), [("3.4.0", False), ("3.5.1", True), ("3.10.0+git1", True)])
+def test_an_old_triton_is_not_used(version, is_used, tmp_path, monkeypatch):
+    """torch 2.6 to 2.8 come with one that cannot compile the kernels: training on a GPU would raise."""
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton" / "__init__.py").write_text(f"__version__ = '{version}'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "triton", raising=False)
+    assert dispatch._has_triton() == is_used
