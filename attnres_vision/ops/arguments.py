@@ -31,6 +31,10 @@ class Inputs(NamedTuple):
     norm_scale: Tensor | None = None
     norm_shift: Tensor | None = None
 
+    @property
+    def norm_parameters(self) -> tuple[Tensor | None, ...]:
+        return self.norm_weight, self.norm_bias, self.norm_scale, self.norm_shift
+
 
 class Options(NamedTuple):
     """The rest. `factor` is n or 1 (form="sum" or "mean"); `norm` is "", "layer" or "rms"; `kernel` eager or triton."""

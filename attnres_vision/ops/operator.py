@@ -224,7 +224,8 @@ def _with_add(grads: list[Tensor | None], num_sources: int, ctx: Any) -> list[Te
     add = None
     if ctx.add_dtype is not None and last is not None:
         add, grads[num_sources - 1] = last.to(ctx.add_dtype), last.to(ctx.last_dtype)
-    return [*grads[: num_sources + 3], add, *grads[num_sources + 3 :]]
+    place = num_sources + Inputs._fields.index("add")
+    return [*grads[:place], add, *grads[place:]]
 
 
 forward_op.register_autograd(_backward, setup_context=_setup_context)

@@ -56,7 +56,7 @@ def forward(sources: Sequence[Tensor], inputs: Inputs, options: Options) -> Resu
             weights,
             scores,
             inv_rms,
-            *(_contiguous(value) for value in inputs[6:10]),
+            *(_contiguous(value) for value in inputs.norm_parameters),
             mean if options.norm == "layer" else None,
             rstd if options.norm else None,
             len(rows.blocks),
@@ -203,7 +203,7 @@ def gradient_targets(
 
 def _norm_gradients(scaled: Tensor, plain: Tensor, inputs: Inputs, needs: dict[str, bool]) -> dict[str, Tensor | None]:
     """Gradients of the norm's parameters from sum(dy x) and sum(dy) over each sample (samples, D)."""
-    weight, bias, scale, shift = inputs[6:10]
+    weight, bias, scale, shift = inputs.norm_parameters
     found: dict[str, Tensor | None] = {}
     modulation = 1.0 if scale is None else 1 + scale.float()
     if needs["norm_weight"] and weight is not None:

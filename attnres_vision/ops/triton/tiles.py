@@ -11,8 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-MAX_WIDTH = 8192
-MAX_SOURCES = 257
 MIN_TILE = 16  # of columns
 # Sides of the tuple of block pointers that kernels are compiled for: a read of n sources uses the next one up, and
 # the surplus loads are switched off. One kernel per n would compile 57 times for a 28-layer Full model.
