@@ -270,7 +270,10 @@ def check_gradients(stream: DepthStream, depth: DepthAttention) -> None:
     read may be in a checkpoint itself, so the gradient mode says nothing.
     """
     embedding = stream.blocks[0]
-    if embedding.requires_grad and not stream.sources()[-1].requires_grad and embedding.grad_fn is not None:
+    # Not `sources()`, which would make the sum that the final read's kernel makes
+    newest = [value for value in (stream.partial, stream.pending) if value is not None] or [stream.blocks[-1]]
+    has_gradients = any(value.requires_grad for value in newest)
+    if embedding.requires_grad and not has_gradients and embedding.grad_fn is not None:
         raise RuntimeError(
             f"{depth.name!r} of an AttnRes model reads layer outputs that were computed without gradients, although "
             "the embedding has them. Reentrant gradient checkpointing cannot carry a DepthStream: use "

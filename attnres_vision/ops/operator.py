@@ -43,13 +43,17 @@ def depth_attention(
     low_rank: tuple[Tensor, Tensor] | None = None,
     earlier: tuple[Tensor, Tensor, int] | None = None,
     kernel: str = "eager",
+    fp32_sum: bool = False,
+    fp32_norm: bool = False,
 ) -> Any:
-    """`attnres_vision.ops.depth_attention`, which documents the arguments, and three that only the library uses.
+    """`attnres_vision.ops.depth_attention`, which documents the arguments, and some that only the library uses.
 
     Args:
         low_rank: left (..., r) and right (D, r): the query of a token is `query + left @ right.T`.
         earlier: mean, log-sum-exp and number of the blocks that two_phase.py has attended over before.
         kernel: "eager" or "triton" (dispatch.py chooses).
+        fp32_sum: the sum with `add` is made in fp32, as the host's stream is, whatever the two are.
+        fp32_norm: the norm's result is fp32, whatever h is, as under autocast on a GPU; for kernel "triton".
     """
     left, right = low_rank or (None, None)
     mixed, lse, num_earlier = earlier or (None, None, 0)
@@ -58,7 +62,7 @@ def depth_attention(
     parameters = () if fused is None else (fused.weight, fused.bias, fused.scale, fused.shift)
     inputs = Inputs(query, left, right, add, mixed, lse, *parameters)
     kind, norm_eps = ("", 0.0) if fused is None else (fused.kind, fused.eps)
-    options = Options(kernel, kind, norm_eps, eps, scale, factor, heads)
+    options = Options(kernel, kind, norm_eps, eps, scale, factor, heads, fp32_sum, fp32_norm)
     gradients = [gradient_of(source) for source in sources] if torch.is_grad_enabled() else []
     if add is not None and gradients:
         gradients[-1] = None  # the last source is the sum then
@@ -100,10 +104,12 @@ def forward_op(
     scale: float,
     factor: float,
     heads: int,
+    fp32_sum: bool,
+    fp32_norm: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(h or its norm, sum that is the last source, weights, scores, 1/rms, mean, rstd); empty where there is none."""
     inputs = Inputs(query, left, right, add, mixed, lse, norm_weight, norm_bias, norm_scale, norm_shift)
-    options = Options(kernel, norm, norm_eps, eps, scale, factor, heads)
+    options = Options(kernel, norm, norm_eps, eps, scale, factor, heads, fp32_sum, fp32_norm)
     return _implementation(kernel).forward(sources, inputs, options)
 
 
@@ -134,6 +140,8 @@ def backward_op(
     scale: float,
     factor: float,
     heads: int,
+    fp32_sum: bool,
+    fp32_norm: bool,
     needs_grad: list[bool],
 ) -> list[Tensor]:
     """Gradients of (*sources, *Inputs without add), those that `needs_grad` marks; `sources` ends with the sum."""
@@ -143,7 +151,7 @@ def backward_op(
         sources,
         inputs,
         Saved(weights, scores, inv_rms, mean, rstd),
-        Options(kernel, norm, norm_eps, eps, scale, factor, heads),
+        Options(kernel, norm, norm_eps, eps, scale, factor, heads, fp32_sum, fp32_norm),
         needs_grad,
         [None] * len(sources),
     )

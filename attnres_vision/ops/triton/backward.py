@@ -63,6 +63,7 @@ def gradient_kernel(
     PER_TOKEN: tl.constexpr,  # every token has its query: the gradient is not summed
     ACCUMULATE: tl.constexpr,
     HOLD: tl.constexpr,
+    HIDDEN: tl.constexpr,  # dtype of h, which the norm saw
 ):
     query_sum = zeros(ROWS, TILE, HEADS * TILES)
     scaled_sum = zeros(ROWS, TILE, HEADS * TILES)
@@ -111,8 +112,8 @@ def gradient_kernel(
                     shared = plus(shared, terms)
         if rstd is not None:
             upstream, scaled_sum, plain_sum = norm_gradient(
-                upstream, hidden, scaled_sum, plain_sum, grad_out, norm_weight, norm_scale, mean, rstd, sample, rows,
-                live, D, HEADS, TILE, TILES,
+                upstream, hidden, scaled_sum, plain_sum, norm_weight, norm_scale, mean, rstd, sample, rows, live,
+                HIDDEN, D, HEADS, TILE, TILES,
             )  # fmt: skip
             shared = dot_by_head(upstream, hidden, HEADS, TILES)
             if grad_weights is not None:

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from attnres_vision.ops.arguments import Inputs, Options, Saved
 from attnres_vision.ops.collect import SourceGradient
 from attnres_vision.ops.eager import Results, empty_results, query_gradients, token_query
+from attnres_vision.ops.reference import promoted_dtype
 from attnres_vision.ops.triton import tiles
 from attnres_vision.ops.triton.backward import gradient_kernel
 from attnres_vision.ops.triton.forward import read_kernel
@@ -68,6 +70,7 @@ def forward(sources: Sequence[Tensor], inputs: Inputs, options: Options) -> Resu
             options.norm_eps,
             N=len(blocks) if rows.blocks else 0,
             MIXED=len({block.dtype for block in blocks}) > 1,
+            HIDDEN=_hidden_type([*sources[:-1], sources[-1] if add is None else partial], inputs),
             **constants(rows, tiling, options.heads),
         )
     return results
@@ -151,6 +154,7 @@ def gradients(
             PER_TOKEN=per_token,
             ACCUMULATE=accumulate,
             HOLD=hold,
+            HIDDEN=_hidden_type(sources, inputs),
             **constants(rows, tiling, heads),
         )
     if query_grad is not None and not per_token:
@@ -216,6 +220,12 @@ def _norm_gradients(scaled: Tensor, plain: Tensor, inputs: Inputs, needs: dict[s
     if needs["norm_shift"] and shift is not None:
         found["norm_shift"] = plain.to(shift.dtype)
     return found
+
+
+def _hidden_type(sources: Sequence[Tensor], inputs: Inputs) -> tl.dtype:
+    """Triton's name of the dtype of h; `sources` ends with the sum, if there is one."""
+    dtype = promoted_dtype(sources if inputs.mixed is None else [*sources, inputs.mixed])
+    return getattr(tl, str(dtype).removeprefix("torch."))
 
 
 def constants(rows: Rows, tiling: tiles.Tiling, heads: int) -> dict[str, Any]:

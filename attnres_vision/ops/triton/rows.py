@@ -73,6 +73,14 @@ def to_fp32(row):
 
 
 @triton.jit
+def rounded(row, DTYPE: tl.constexpr):
+    result = ()
+    for c in tl.static_range(len(row)):
+        result = result + (row[c].to(DTYPE),)
+    return result
+
+
+@triton.jit
 def zeros(ROWS: tl.constexpr, TILE: tl.constexpr, COUNT: tl.constexpr):
     row = ()
     for _ in tl.static_range(COUNT):
