@@ -126,9 +126,9 @@ _FORWARDS = (
 WRAPPERS: dict[Callable, str] = {}
 
 
-def may_be_lazy(module: nn.Module, reader: nn.Module) -> bool:
+def may_be_lazy(module: nn.Module, reader: nn.Module, kernel: str) -> bool:
     """Whether `module` can be given a LazyRead: a LayerNorm in eager mode, and no hook but ours looks at the read."""
-    if decomposed.is_needed() or len(module._forward_pre_hooks) > 1 or not _is_plain(module, pre_hooks=False):
+    if decomposed.is_needed(kernel) or len(module._forward_pre_hooks) > 1 or not _is_plain(module, pre_hooks=False):
         return False
     wrapped = WRAPPERS.get(type(module).forward)
     norm = module if wrapped is None else getattr(module, wrapped)

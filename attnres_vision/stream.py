@@ -114,10 +114,11 @@ class DepthStream:
 
     def _may_wait(self, delta: Tensor) -> bool:
         """Whether the next reader can make the sum: in a Triton kernel, of plain sources."""
-        plain = self.channel_dim == -1 and self.cast is None and self.bounds is None and not decomposed.is_needed()
+        plain = self.channel_dim == -1 and self.cast is None and self.bounds is None
         if not plain or self.partial is None or self.hides_gradient(delta):
             return False
-        return dispatch.choose((self.blocks[0], self.partial, delta), 1) == "triton"
+        kernel = dispatch.choose((self.blocks[0], self.partial, delta), 1)
+        return kernel == "triton" and not decomposed.is_needed(kernel)
 
     def __add__(self, delta: Tensor) -> DepthStream:
         return self.write(delta)

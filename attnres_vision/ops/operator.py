@@ -63,7 +63,9 @@ def depth_attention(
     inputs = Inputs(query, left, right, add, mixed, lse, *parameters)
     kind, norm_eps = ("", 0.0) if fused is None else (fused.kind, fused.eps)
     options = Options(kernel, kind, norm_eps, eps, scale, factor, heads, fp32_sum, fp32_norm)
-    gradients = [gradient_of(source) for source in sources] if torch.is_grad_enabled() else []
+    # A compiler sees the operator alone: autograd then adds its gradients to what other readers have collected
+    collecting = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    gradients = [gradient_of(source) for source in sources] if collecting else []
     if add is not None and gradients:
         gradients[-1] = None  # the last source is the sum then
     if any(gradient is not None for gradient in gradients):

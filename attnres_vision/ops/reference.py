@@ -72,8 +72,13 @@ def no_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
 
 def norm_is_fp32(name: str, device_type: str) -> bool:
     """Whether autocast makes aten's `name` compute in fp32 and return it: on GPUs it does, on a CPU it leaves norms."""
+    return autocast_enabled(device_type) and _autocast_knows(name, device_type)
+
+
+@torch.compiler.assume_constant_result  # dynamo cannot trace the look-up
+def _autocast_knows(name: str, device_type: str) -> bool:
     key = f"Autocast{device_type.upper()}"
-    return autocast_enabled(device_type) and torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)
 
 
 def autocast_enabled(device_type: str) -> bool:

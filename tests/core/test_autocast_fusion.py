@@ -14,6 +14,7 @@ import timm
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnres_vision
@@ -123,14 +124,18 @@ class Calls(TorchDispatchMode):
         return result
 
 
-def test_a_vit_under_autocast_runs_fused_and_equals_the_unfused_one(device: str) -> None:
-    """As accelerate's mixed_precision="bf16" runs it: forward under autocast, backward outside."""
+def small_vit(device: str) -> nn.Module:
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, embed_dim=48, depth=3, num_heads=2, num_classes=5)
     attnres_vision.attach(model, block_size=2)
     for reader in attnres_vision.readers(model).values():
         for parameter in reader.parameters():
             nn.init.normal_(parameter, std=0.3)
-    model.to(device)
+    return model.to(device)
+
+
+def test_a_vit_under_autocast_runs_fused_and_equals_the_unfused_one(device: str) -> None:
+    """As accelerate's mixed_precision="bf16" runs it: forward under autocast, backward outside."""
+    model = small_vit(device)
     images = torch.randn(2, 3, 32, 32, device=device)
     seen: list[torch.dtype] = []
     for name, module in model.named_modules():
@@ -162,3 +167,26 @@ def test_a_vit_under_autocast_runs_fused_and_equals_the_unfused_one(device: str)
         noise = (other.double() - target).norm()
         assert (value.double() - other.double()).norm() <= 1e-6 * target.norm() + noise
         assert (value.double() - target).norm() <= 1e-6 * target.norm() + 1.5 * noise
+
+
+def test_a_compiled_vit_under_autocast_has_the_same_reads(device: str) -> None:
+    model = small_vit(device)
+    compiled, images, graphs = copy.deepcopy(model), torch.randn(2, 3, 32, 32, device=device), []
+
+    def recording(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graphs.append(graph.graph)
+        return aot_eager(graph, inputs)
+
+    torch._dynamo.reset()
+    with backend("triton"), torch.autocast(device, torch.bfloat16):
+        expected = model(images)
+        logits = torch.compile(compiled, fullgraph=True, backend=recording)(images)
+    expected.float().square().sum().backward()
+    logits.float().square().sum().backward()
+    targets = [node.target for node in graphs[0].nodes]
+    assert targets.count(torch.ops.attnres_vision.depth_attention.default) == 6
+    assert targets.count(F.layer_norm) == 1
+    assert logits.dtype == expected.dtype
+    for value, other in zip(compiled.parameters(), model.parameters(), strict=True):
+        # Autograd adds up a source's gradient, each term rounded: the kernels' own sum is not used here
+        torch.testing.assert_close(value.grad, other.grad, rtol=0.02, atol=0.02 * other.grad.abs().max().item())
