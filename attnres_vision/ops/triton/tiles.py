@@ -12,9 +12,10 @@ import dataclasses
 import functools
 
 MIN_TILE = 16  # of columns
-# Sides of the tuple of block pointers that kernels are compiled for: a read of n sources uses the next one up, and
-# the surplus loads are switched off. One kernel per n would compile 57 times for a 28-layer Full model.
-BUCKETS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 192, 256)
+# Up to so many blocks come as a tuple of pointers, and the walk over them is unrolled; more are walked with a loop
+# (source_table.py). A kernel is compiled for these sizes of the tuple; the surplus loads are switched off.
+UNROLLED = 8
+BUCKETS = (1, 2, 3, 4, 6, UNROLLED)
 
 
 @dataclasses.dataclass(frozen=True)
