@@ -99,9 +99,7 @@ def test_a_table_of_sources_is_written_once_per_launch_and_small(recorded):
 def test_forward_moves_nothing_beyond_the_minimum_but_statistics_and_parameters(recorded, launches, sources_bytes):
     """12 bytes per source and token, the moments of the norm, what all tokens share, and the table's entries."""
     forward, _ = launches
-    moved = {
-        name: entry["first_loaded"] + entry["first_stored"] for name, entry in forward["arguments"].items()
-    }
+    moved = {name: entry["first_loaded"] + entry["first_stored"] for name, entry in forward["arguments"].items()}
     assert moved.pop("entries", 0) <= recorded[0] * 5 * 8
     statistics = SAMPLES * TOKENS * 4 * (3 * recorded[0] + 2)
     parameters = WIDTH * (4 + 2 * SIZE)

@@ -218,9 +218,7 @@ def _scatter(
         values, upstream, shared, grad_weights, weights, scores, inv_rms, stats_at, live, scale, factor, D, HEADS, TILES
     )
     if target is not None:
-        store_gradient(
-            target, earlier, at, values, upstream, query, query_at, factors, live, D, HEADS, TILE, TILES
-        )
+        store_gradient(target, earlier, at, values, upstream, query, query_at, factors, live, D, HEADS, TILE, TILES)
     return plus_products(query_sum, values, factors[1], HEADS, TILES)
 
 

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
+from attnres_vision.ops import dispatch
 from attnres_vision.ops.arguments import Inputs, Options, Saved
 from attnres_vision.ops.collect import SourceGradient
 from attnres_vision.ops.eager import Results, empty_results, query_gradients, token_query
@@ -21,6 +23,7 @@ from attnres_vision.ops.triton.layout import Rows, element_size, on_device, rows
 # held between its two walks is one more: the compiler keeps it as fp32 too.
 FORWARD_VALUES = 48
 BACKWARD_VALUES = 24
+LOW_VALUES = 16  # which leave room for more programs, where loads stay 16 bytes wide
 BACKWARD_ROWS = 9
 HELD_REGISTERS = 225
 # Tokens that one program of a backward kernel walks over before it writes its partial sums: 4 bytes per column and
@@ -144,6 +147,7 @@ def gradients(
             PER_TOKEN=per_token,
             ACCUMULATE=accumulate,
             HOLD=hold,
+            **(all_registers() if hold else {}),
             **constants(rows, tiling, heads),
         )
     if query_grad is not None and not per_token:
@@ -161,18 +165,24 @@ def gradients(
 
 def backward_tiling(width: int, heads: int, element_size: int, num_blocks: int) -> tuple[tiles.Tiling, bool]:
     """The tiling of `gradient_kernel`, and whether it holds all sources in registers between its walks."""
-    if num_blocks > tiles.UNROLLED:
-        return tiles.tiling(width, heads, element_size, BACKWARD_VALUES), False
-    size = tiles.bucket(max(1, num_blocks)) + 1
-    most = HELD_REGISTERS // (BACKWARD_ROWS + size)
-    holding = tiles.tiling(width, heads, element_size, min(most, BACKWARD_VALUES))
-    if holding.values <= most and holding.load_bytes == 16 and _padding(holding, heads, width) < 1.34:
-        return holding, True
+    attempts = [(LOW_VALUES, False)]
+    if num_blocks <= tiles.UNROLLED:
+        sources = tiles.bucket(max(1, num_blocks)) + 1
+        attempts.insert(0, (min(HELD_REGISTERS // (BACKWARD_ROWS + sources), BACKWARD_VALUES), True))
+    for values, hold in attempts:
+        tiling = tiles.tiling(width, heads, element_size, values)
+        padding = heads * tiling.tiles * tiling.tile / width
+        if tiling.values <= values and tiling.load_bytes == 16 and padding < 1.34:
+            return tiling, hold
     return tiles.tiling(width, heads, element_size, BACKWARD_VALUES), False
 
 
-def _padding(tiling: tiles.Tiling, heads: int, width: int) -> float:
-    return heads * tiling.tiles * tiling.tile / width
+def all_registers() -> dict[str, int]:
+    """An option for kernels that hold sources: sm_100's assembler would rather spill than give them over 168 of 255."""
+    if dispatch.INTERPRETING:
+        return {}
+    target = triton.runtime.driver.active.get_current_target()
+    return {"maxnreg": 255} if target.backend == "cuda" and target.arch >= 100 else {}
 
 
 def gradient_targets(

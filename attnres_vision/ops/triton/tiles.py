@@ -61,7 +61,8 @@ def tiling(width: int, heads: int, element_size: int, max_values: int) -> Tiling
                 values = heads * tiles * rows * tile // (32 * warps)
                 # In this order: fits into registers, wide loads, little padding, few warps, exact, wide tiles. Padding
                 # takes lanes and registers but no bandwidth, so up to a third of it is better than narrow loads.
-                order = (max(0, values - max_values), waste > 1.34, narrow, waste > 1.13, warps, waste, -tile)
+                crowded = max(0, values + 2 * (rows - 1) - max_values)  # every row has statistics of its own
+                order = (crowded, waste > 1.34, narrow, waste > 1.13, warps, waste, -tile)
                 choices.append((order, Tiling(rows, tile, tiles, warps, values, 16 // narrow)))
             tile *= 2
     return min(choices, key=lambda choice: choice[0])[1]
