@@ -48,8 +48,9 @@ class Rows:
         return self.view(query)
 
     def block_arguments(self, targets: Sequence[Tensor | None] | None = None) -> dict[str, Any]:
-        """What the kernels take for the blocks: a tuple of pointers, or a table; `targets` are the blocks' gradients."""
-        blocks, found = self.blocks or [self.last], {"entries": None, "bounds": (0,), "ALIGNED": False}
+        """What kernels take for the blocks, a tuple of pointers or a table, and for their gradients, `targets`."""
+        blocks = self.blocks or [self.last]
+        found: dict[str, Any] = {"entries": None, "bounds": (0,), "ALIGNED": False}
         grads = list(targets or [None] * len(blocks))
         if len(blocks) > tiles.UNROLLED:
             table = source_table(blocks, grads)
