@@ -31,6 +31,7 @@ HELD_REGISTERS = 225
 # Tokens that one program of a backward kernel walks over before it writes its partial sums: 4 bytes per column and
 # group then stand against 4 n bytes per column and token.
 GROUP_TOKENS = 32
+MIN_PROGRAMS = 512  # or fewer tokens: a GPU has over a hundred multiprocessors, for several programs each
 
 
 def forward(sources: Sequence[Tensor], inputs: Inputs, options: Options) -> Results:
@@ -100,7 +101,7 @@ def gradients(
     heads, width = options.heads, rows.width
     tiling, hold = backward_tiling(width, heads, element_size(rows), len(rows.blocks))
     per_token = query.dim() > 1 and query.shape == sources[0].shape
-    steps = 1 if per_token and not options.norm else max(1, GROUP_TOKENS // tiling.rows)
+    steps = 1 if per_token and not options.norm else group_steps(rows, tiling)
     programs = rows.samples * -(-rows.tokens // (tiling.rows * steps))
     has_norm = bool(options.norm) and grad_out is not None
     if grad_out is None:  # only the weights or the sum have a gradient: rare, and not worth a case of its own
@@ -146,10 +147,10 @@ def gradients(
             num_blocks=len(rows.blocks),
             num_tokens=rows.tokens,
             num_rows=rows.samples * rows.tokens,
+            num_steps=steps,
             scale=options.scale,
             factor=options.factor,
             **rows.block_arguments(targets[:-1]),
-            STEPS=steps,
             PER_TOKEN=per_token,
             ACCUMULATE=accumulate,
             HOLD=hold,
@@ -182,6 +183,12 @@ def backward_tiling(width: int, heads: int, element_size: int, num_blocks: int) 
         if tiling.values <= values and tiling.load_bytes == 16 and padding < 1.34:
             return tiling, hold
     return tiles.tiling(width, heads, element_size, BACKWARD_VALUES), False
+
+
+def group_steps(rows: Rows, tiling: tiles.Tiling) -> int:
+    """How many row tiles a program of `gradient_kernel` walks over."""
+    row_tiles = rows.samples * -(-rows.tokens // tiling.rows)
+    return max(1, min(GROUP_TOKENS // tiling.rows, row_tiles // MIN_PROGRAMS))
 
 
 def all_registers() -> dict[str, int]:
