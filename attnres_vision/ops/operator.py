@@ -233,7 +233,8 @@ def _with_add(grads: list[Tensor | None], num_sources: int, ctx: Any) -> list[Te
     last = grads[num_sources - 1]
     add = None
     if ctx.add_dtype is not None and last is not None:
-        add, grads[num_sources - 1] = last.to(ctx.add_dtype), last.to(ctx.last_dtype)
+        add = last.to(ctx.add_dtype)
+        grads[num_sources - 1] = add if ctx.last_dtype == ctx.add_dtype else last.to(ctx.last_dtype)
     place = num_sources + Inputs._fields.index("add")
     return [*grads[:place], add, *grads[place:]]
 
