@@ -42,7 +42,7 @@ def _has_read_for(reader: DepthAttention, stream: DepthStream) -> bool:
 
     It may not: a host leaves layers out, a layer is replaced by another, the layers before run without gradients.
     """
-    if stream.ahead is None or reader not in stream.ahead:
+    if stream.ahead is None or reader not in stream.ahead or decomposed.is_needed():
         return False
     if not torch.is_grad_enabled() or stream.ahead[reader][1].requires_grad:
         return True

@@ -18,6 +18,8 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnres_vision
+from attnres_vision.begin import Begin, Conditions, tell_other_stream
+from attnres_vision.families import StreamArgument
 from attnres_vision.lazy import LazyRead
 from attnres_vision.ops import backend, reference
 from attnres_vision.stream import DepthStream
@@ -101,6 +103,22 @@ def test_a_fused_sum_and_norm_are_what_the_separate_ones_are(norm: nn.Module, dt
     normed = (F.layer_norm if isinstance(norm, nn.LayerNorm) else F.rms_norm)(hidden, (48,), eps=norm.eps)
     bound = 1e-4 if dtypes[0] == torch.float32 else 2**-5
     torch.testing.assert_close(found[0].double(), normed, rtol=bound, atol=bound)
+
+
+def test_telling_the_other_stream_makes_each_pending_sum_once(device: str) -> None:
+    """The mean takes the sums, and so they are those that the streams go on with."""
+    arguments = tuple(StreamArgument(name, position, name) for position, name in enumerate(("image", "text")))
+    block = nn.Module()
+    block.depth_begin = Begin(arguments, {}, Conditions(), 1e-6)
+    with backend("triton"), Calls(SHAPE) as calls:
+        values = torch.randn(6, *SHAPE, device=device).unbind()
+        streams = [DepthStream(values[i : i + 1]).write(values[i + 1]).write(values[i + 2]) for i in (0, 3)]
+        assert calls.counts["sums"] == 0 and all(stream.pending is not None for stream in streams)
+        told, _ = tell_other_stream(block, tuple(streams), {})
+        partials = [stream.sources()[-1] for stream in told]
+    assert calls.counts["sums"] == 2
+    torch.testing.assert_close(told[0].other, partials[1].mean(1))
+    torch.testing.assert_close(told[1].other, partials[0].mean(1))
 
 
 class Calls(TorchDispatchMode):
