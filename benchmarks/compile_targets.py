@@ -141,10 +141,13 @@ def _call(read: Read) -> None:
     collected = [SourceGradient() if read.accumulate else None for _ in sources]
     if read.queries:
         queries = [query] * read.queries
-        *means, lse, scores, inv_rms = launch_two_phase.forward(sources, queries, 1e-6, 1.0)
+        *means, lse, scores, inv_rms = launch_two_phase.forward(sources, queries, 1e-6, 1.0, 1.0)
+        launch_two_phase.mix(sources, lse[1:], scores[1:])
         needs_grad = [True] * (len(sources) + len(queries))
         saved = lse, scores, inv_rms
-        launch_two_phase.gradients(means, lse, sources, queries, saved, 1.0, needs_grad, collected)
+        launch_two_phase.gradients(
+            means, means[0], lse, sources, queries, saved, 1.0, float(len(sources)), needs_grad, collected
+        )
         return
     inputs = Inputs(query, add=empty(*shape, dtype=dtype) if read.add else None)
     if read.merge:

@@ -85,8 +85,7 @@ def gradient_kernel(
             shared = products_of(newest, upstream, grad_weights, weights, last_at, live, factor, HEADS, TILES)[1]
         if mixed is not None:
             earlier = load_row(mixed, at, live, D, HEADS, TILE, TILES)
-            score = tl.load(scores + last_at, mask=live, other=0.0)
-            rest = tl.sigmoid(tl.load(lse + rows, mask=live, other=0.0) - score)  # and not 1 - weight, which cancels
+            rest = _rest(lse, scores, rows, num_rows, live, num_blocks, N)
             if rstd is not None:
                 hidden = plus_products(hidden, earlier, (factor * rest,), HEADS, TILES)
             else:
@@ -129,9 +128,8 @@ def gradient_kernel(
                 last_grad, last_upstream, at, newest, upstream, query, query_at, factors, live, D, HEADS, TILE, TILES
             )
         query_sum = plus_products(query_sum, newest, factors[1], HEADS, TILES)
-        if mixed is not None:  # one more source, of which only the score counts
-            product = factor * dot_by_head(earlier, upstream, HEADS, TILES)[0]
-            tl.store(lse_grad + rows, rest * (product - shared[0]), mask=live)
+        if mixed is not None:  # one more source; the gradient of its score for a fixed e^lse mixed (ops/two_phase.py)
+            tl.store(lse_grad + rows, -rest * shared[0], mask=live)
             store_row(
                 mixed_grad, at, live,
                 plus_products(zeros(ROWS, TILE, HEADS * TILES), upstream, (factor * rest,), HEADS, TILES),
@@ -163,6 +161,17 @@ def gradient_kernel(
     if scaled_sums is not None:
         store_sum(scaled_sums, scaled_sum, D, HEADS, TILE, TILES)
         store_sum(plain_sums, plain_sum, D, HEADS, TILE, TILES)
+
+
+@triton.jit
+def _rest(lse, scores, rows, num_rows, live, num_blocks, N: tl.constexpr):
+    """The weight of what the read continued: not 1 - the others', which cancels."""
+    earlier = tl.load(lse + rows, mask=live, other=0.0)
+    total = 1 + tl.exp(tl.load(scores + num_blocks * num_rows + rows, mask=live, other=0.0) - earlier)
+    for i in tl.static_range(N):
+        score = tl.load(scores + i * num_rows + rows, mask=live & (i < num_blocks), other=float("-inf"))
+        total += tl.exp(score - earlier)
+    return 1 / total
 
 
 @triton.jit
