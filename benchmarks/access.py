@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -174,15 +175,34 @@ def _bytes(tensor: Tensor) -> int:
 def _ranges(arg_names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Running:
     """Address ranges of the tensors among a kernel's arguments, in the order of their addresses."""
     found: dict[int, tuple[int, str]] = {}
-    for name, value in [*zip(arg_names, args, strict=False), *kwargs.items()]:
+
+    def add(name: str, start: int, elements: int, element_size: int) -> None:
+        end = start + elements * element_size
+        before = found.get(start)  # the same tensor twice: the last pointer again, up to the bucket
+        if before is None or before[0] < end:
+            found[start] = (end, name if before is None else before[1])
+
+    arguments = {**dict(zip(arg_names, args, strict=False)), **kwargs}
+    for name, value in arguments.items():
         for tensor in tree_leaves(value):
             if isinstance(tensor, Tensor) and tensor.numel():
-                start = tensor.data_ptr()
                 last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-                end = start + (last + 1) * tensor.element_size()
-                before = found.get(start)  # the same tensor twice: the last pointer again, up to the bucket
-                if before is None or before[0] < end:
-                    found[start] = (end, name if before is None else before[1])
+                add(name, tensor.data_ptr(), last + 1, tensor.element_size())
+    if isinstance(arguments.get("entries"), Tensor) and "bounds" in arguments:
+        for name, start, elements, element_size in _listed(arguments):
+            add(name, start, elements, element_size)
     starts = sorted(found)
     ends, names = [found[start][0] for start in starts], [found[start][1] for start in starts]
     return _Running(names, np.array(starts), np.array(ends))
+
+
+def _listed(arguments: dict[str, Any]) -> Iterator[tuple[str, int, int, int]]:
+    """What a kernel reaches through a source table: argument, address, elements, bytes of each."""
+    tokens, rows, width = (arguments[name] for name in ("num_tokens", "num_rows", "D"))
+    for kind, (start, stop) in enumerate(itertools.pairwise(arguments["bounds"])):
+        for block, sample_stride, token_stride, target, _ in arguments["entries"][start:stop].tolist():
+            last = (rows // tokens - 1) * sample_stride + (tokens - 1) * token_stride
+            yield "blocks", block, last + width, arguments["blocks"][kind].element_size()
+            grad = arguments["block_grads"][kind] if "block_grads" in arguments else None
+            if grad is not None:
+                yield "block_grads", target, rows * width, grad.element_size()

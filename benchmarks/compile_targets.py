@@ -38,6 +38,7 @@ from triton.compiler import ASTSource
 from attnres_vision.ops.arguments import Inputs, Options, Saved
 from attnres_vision.ops.collect import SourceGradient
 from attnres_vision.ops.triton import launch, launch_two_phase
+from attnres_vision.ops.triton.source_table import write_kernel
 
 TARGETS = (80, 90, 100)
 WIDTHS = (192, 384, 768, 1024, 1152, 1536, 1920, 3072)
@@ -88,14 +89,14 @@ class Launch:
     signature: dict[str, Any]
     constants: dict[Any, Any]
     attributes: dict[Any, Any]
-    num_warps: int
+    options: dict[str, Any]  # num_warps, maxnreg
 
     def constant(self, name: str) -> Any:
         return self.constants[(self.kernel.arg_names.index(name),)]
 
     def compile(self, target: int) -> Any:
         source = ASTSource(self.kernel, self.signature, self.constants, self.attributes)
-        return triton.compile(source, GPUTarget("cuda", target, 32), {"num_warps": self.num_warps})
+        return triton.compile(source, GPUTarget("cuda", target, 32), self.options)
 
 
 class _NoDevice:
@@ -112,8 +113,11 @@ def launches(read: Read, target: int) -> list[Launch]:
     found: list[Launch] = []
 
     def record(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:  # the names are Triton's
-        arguments = compile["signature"], compile["constants"], compile["configs"][0], compile["num_warps"]
-        found.append(Launch(fn.jit_function, *arguments))
+        chosen = json.loads(compile["specialization_data"])["options"]
+        options = {name: chosen[name] for name in ("num_warps", "maxnreg")}
+        arguments = compile["signature"], compile["constants"], compile["configs"][0], options
+        if fn.jit_function is not write_kernel:  # which stores a few numbers
+            found.append(Launch(fn.jit_function, *arguments))
         return True  # neither compile nor launch
 
     triton.runtime.driver.set_active(_NoDevice(target))
@@ -208,15 +212,15 @@ def inspect(read: Read, launched: Launch, target: int) -> Result:
     registers, stack, shared = (int(_only(rf"\b{name}:(\d+)", usage)) for name in ("REG", "STACK", "SHARED"))
     loads = collections.Counter(WIDE in name for name in re.findall(r"\bLDG[.\w]*", code))
     rows, tile, tiles = (launched.constant(name) for name in ("ROWS", "TILE", "TILES"))
-    values = read.heads * rows * tile * tiles // (32 * launched.num_warps)
+    values = read.heads * rows * tile * tiles // (32 * launched.options["num_warps"])
     # Only numbers of the widest dtype fill 16 bytes: the tiling is theirs
     pointers = [*launched.signature["blocks"], *filter(None, [launched.signature.get("last")])]
     sizes = [4 if "32" in kind else 2 for kind in pointers]
     expected = sizes.count(max(sizes)) * values * max(sizes) // 16
     return Result(
         launched.kernel.__name__, target, read.sources, read.width, read.dtype, str(read), f"{rows}x{tile}x{tiles}",
-        launched.num_warps, registers, stack, shared, loads[True], expected, loads.total(),
-        resident_warps(registers, launched.num_warps), time.perf_counter() - start,
+        launched.options["num_warps"], registers, stack, shared, loads[True], expected, loads.total(),
+        resident_warps(registers, launched.options["num_warps"]), time.perf_counter() - start,
     )  # fmt: skip
 
 

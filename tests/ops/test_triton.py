@@ -173,6 +173,11 @@ OPTIONS = {
     "sample-h3-rms": Case(query="sample", heads=3, norm="rms-affine"),
     "n9-adaln-h2": Case(9, heads=2, norm="adaln-affine"),
     "n20-adaln-add": Case(20, (2, 3, 48), norm="adaln-affine", add="fp32"),
+    "n12-token-low": Case(12, query="low-rank", norm="layer-affine"),
+    "n11-sample-h3-add": Case(11, query="sample", heads=3, add="fp32"),
+    "n12-mixed": Case(12, dtypes=("bf16", "fp32", "bf16"), norm="adaln-affine", query="sample"),
+    "n11-mixed-token-add": Case(11, dtypes=("fp32", "bf16"), query="token", add="fp32"),
+    "n10-odd-width": Case(10, shape=(2, 5, 33), norm="rms"),
     "many-tokens": Case(2, (2, 37, 96), norm="adaln-affine", query="sample"),  # several programs, several tiles in each
     "tokens-only": Case(shape=(7, 48)),
     "tokens-only-token-layer": Case(shape=(7, 48), query="token", norm="layer-affine"),
@@ -225,16 +230,17 @@ def test_one_of_the_results_can_be_used_alone(used, n, triton_device):
         ("source0", "source2", "query"),
         ("source1", "add", "weight", "shift"),
         ("source2", "add", "scale"),
-        ("source0", "source1", "source2", "add"),
+        ("source0", "source1", "source2", "source10", "add"),
         ("query", "weight", "bias", "scale", "shift"),
         ("source0", "source1", "source2", "add", "query"),
     ],
     ids="+".join,
 )
-def test_only_what_requires_grad_gets_one(without, triton_device):
-    case = Case(norm="adaln-affine", add="fp32")
+@pytest.mark.parametrize("n", [3, 11], ids=["", "looped"])
+def test_only_what_requires_grad_gets_one(n, without, triton_device):
+    case = Case(n, norm="adaln-affine", add="fp32")
     leaves = case.inputs(triton_device)
-    for name in without:
+    for name in leaves.keys() & set(without):
         leaves[name].requires_grad_(False)
     doubles = exact(leaves)
     results, wanted = case.read(leaves), case.expected(doubles)
@@ -256,12 +262,13 @@ VIEWS = {
 }
 
 
+@pytest.mark.parametrize("n", [3, 11], ids=["", "looped"])
 @pytest.mark.parametrize("query", ["static", "sample", "token"])
 @pytest.mark.parametrize("view", VIEWS)
-def test_views_of_larger_tensors(view, query, triton_device):
-    """Sources and `add` as slices of what a model has, next to one that is contiguous."""
+def test_views_of_larger_tensors(view, query, n, triton_device):
+    """Sources and `add` as slices of what a model has, next to some that are contiguous."""
     shape = VIEWS[view](torch.empty(4, 7, 48)).shape
-    case = Case(3, tuple(shape), query, add="fp32", norm="adaln")
+    case = Case(n, tuple(shape), query, add="fp32", norm="adaln")
     leaves = case.inputs(triton_device)
     for name in ("source0", "source2", "add"):
         leaves[name] = torch.randn(4, 7, 48, device=triton_device, requires_grad=True)

@@ -19,12 +19,15 @@ import triton.language as tl
 from attnres_vision.ops.triton.norm_backward import mix, norm_gradient
 from attnres_vision.ops.triton.rows import COUNTS, VIEWS, dot_by_head, load_row, place, store_row, store_sum, zeros
 from attnres_vision.ops.triton.source_gradient import factors_of, plus, plus_products, products_of, store_gradient
+from attnres_vision.ops.triton.source_table import load_entry, place_of, target_of
 
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=VIEWS)
 def gradient_kernel(
-    blocks,
+    blocks,  # these four as in forward.py
     block_strides,
+    entries,
+    bounds,
     block_grads,  # N pointers to contiguous rows; with ACCUMULATE the gradients are added to what is there
     last,
     last_strides,
@@ -54,6 +57,8 @@ def gradient_kernel(
     scale,
     factor,
     N: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    MIXED: tl.constexpr,
     D: tl.constexpr,
     HEADS: tl.constexpr,
     TILE: tl.constexpr,
@@ -64,6 +69,7 @@ def gradient_kernel(
     ACCUMULATE: tl.constexpr,
     HOLD: tl.constexpr,
 ):
+    num_rows = num_rows.to(tl.int64)
     query_sum = zeros(ROWS, TILE, HEADS * TILES)
     scaled_sum = zeros(ROWS, TILE, HEADS * TILES)
     plain_sum = zeros(ROWS, TILE, HEADS * TILES)
@@ -80,16 +86,19 @@ def gradient_kernel(
         # First walk
         newest = load_row(last, sample * last_strides[0] + tokens * last_strides[1], live, D, HEADS, TILE, TILES)
         if rstd is not None:
-            hidden = mix(zeros(ROWS, TILE, HEADS * TILES), newest, weights, last_at, live, factor, HEADS, TILES)
+            total = zeros(ROWS, TILE, HEADS * TILES)
         else:
-            shared = products_of(newest, upstream, grad_weights, weights, last_at, live, factor, HEADS, TILES)[1]
+            total = _none(ROWS, HEADS)
+        total = _gather(
+            total, newest, upstream, grad_weights, weights, last_at, live, factor, rstd is not None, HEADS, TILES
+        )
         if mixed is not None:
             earlier = load_row(mixed, at, live, D, HEADS, TILE, TILES)
-            rest = _rest(lse, scores, rows, num_rows, live, num_blocks, N)
+            rest = _rest(lse, scores, rows, num_rows, live, num_blocks + 1)
             if rstd is not None:
-                hidden = plus_products(hidden, earlier, (factor * rest,), HEADS, TILES)
+                total = plus_products(total, earlier, (factor * rest,), HEADS, TILES)
             else:
-                shared = (shared[0] + rest * factor * dot_by_head(earlier, upstream, HEADS, TILES)[0],)
+                total = (total[0] + rest * factor * dot_by_head(earlier, upstream, HEADS, TILES)[0],)
         held = ()
         for i in tl.static_range(N):
             offsets = sample * block_strides[i][0] + tokens * block_strides[i][1]
@@ -102,32 +111,37 @@ def gradient_kernel(
                 else:
                     offsets = sample * block_strides[i][0] + tokens * block_strides[i][1]
                     values = load_row(blocks[i], offsets, live, D, HEADS, TILE, TILES)
-                at_i = i * num_rows + rows
-                if rstd is not None:
-                    hidden = mix(hidden, values, weights, at_i, live, factor, HEADS, TILES)
-                else:
-                    terms = products_of(values, upstream, grad_weights, weights, at_i, live, factor, HEADS, TILES)[1]
-                    shared = plus(shared, terms)
+                total = _gather(
+                    total, values, upstream, grad_weights, weights, i * num_rows + rows, live, factor,
+                    rstd is not None, HEADS, TILES,
+                )  # fmt: skip
+        if entries is not None:
+            for kind in tl.static_range(len(blocks)):
+                for index in range(bounds[kind], bounds[kind + 1]):
+                    values = load_entry(
+                        entries, index, blocks[kind], sample, tokens, live, D, HEADS, TILE, TILES, ALIGNED, MIXED
+                    )
+                    total = _gather(
+                        total, values, upstream, grad_weights, weights, place_of(entries, index) * num_rows + rows,
+                        live, factor, rstd is not None, HEADS, TILES,
+                    )  # fmt: skip
         if rstd is not None:
             upstream, scaled_sum, plain_sum = norm_gradient(
-                upstream, hidden, scaled_sum, plain_sum, grad_out, norm_weight, norm_scale, mean, rstd, sample, rows,
+                upstream, total, scaled_sum, plain_sum, grad_out, norm_weight, norm_scale, mean, rstd, sample, rows,
                 live, D, HEADS, TILE, TILES,
             )  # fmt: skip
-            shared = dot_by_head(upstream, hidden, HEADS, TILES)
+            shared = dot_by_head(upstream, total, HEADS, TILES)
             if grad_weights is not None:
-                shared = _plus_weight_terms(shared, grad_weights, weights, rows, num_rows, live, num_blocks, N, HEADS)
+                shared = _plus_weight_terms(shared, grad_weights, weights, rows, num_rows, live, num_blocks + 1, HEADS)
+        else:
+            shared = total
 
         # Second walk
         query_at = sample * query_strides[0] + tokens * query_strides[1]
-        factors = factors_of(
-            newest, upstream, shared, grad_weights, weights, scores, inv_rms, last_at, live,
-            scale, factor, D, HEADS, TILES,
+        query_sum = _scatter(
+            query_sum, last_grad, last_upstream, at, newest, upstream, shared, query, query_at, grad_weights, weights,
+            scores, inv_rms, last_at, live, scale, factor, D, HEADS, TILE, TILES,
         )  # fmt: skip
-        if last_grad is not None:
-            store_gradient(
-                last_grad, last_upstream, at, newest, upstream, query, query_at, factors, live, D, HEADS, TILE, TILES
-            )
-        query_sum = plus_products(query_sum, newest, factors[1], HEADS, TILES)
         if mixed is not None:  # one more source; the gradient of its score for a fixed e^lse mixed (ops/two_phase.py)
             tl.store(lse_grad + rows, -rest * shared[0], mask=live)
             store_row(
@@ -142,16 +156,23 @@ def gradient_kernel(
                 else:
                     offsets = sample * block_strides[i][0] + tokens * block_strides[i][1]
                     values = load_row(blocks[i], offsets, live, D, HEADS, TILE, TILES)
-                factors = factors_of(
-                    values, upstream, shared, grad_weights, weights, scores, inv_rms, i * num_rows + rows, live,
-                    scale, factor, D, HEADS, TILES,
+                query_sum = _scatter(
+                    query_sum, block_grads[i], block_grads[i] if ACCUMULATE else None, at, values, upstream, shared,
+                    query, query_at, grad_weights, weights, scores, inv_rms, i * num_rows + rows, live, scale, factor,
+                    D, HEADS, TILE, TILES,
                 )  # fmt: skip
-                if block_grads[i] is not None:
-                    store_gradient(
-                        block_grads[i], block_grads[i] if ACCUMULATE else None, at, values, upstream, query, query_at,
-                        factors, live, D, HEADS, TILE, TILES,
+        if entries is not None:
+            for kind in tl.static_range(len(blocks)):
+                for index in range(bounds[kind], bounds[kind + 1]):
+                    values = load_entry(
+                        entries, index, blocks[kind], sample, tokens, live, D, HEADS, TILE, TILES, ALIGNED, MIXED
+                    )
+                    target = target_of(entries, index, block_grads[kind])
+                    query_sum = _scatter(
+                        query_sum, target, target if ACCUMULATE else None, at, values, upstream, shared, query,
+                        query_at, grad_weights, weights, scores, inv_rms, place_of(entries, index) * num_rows + rows,
+                        live, scale, factor, D, HEADS, TILE, TILES,
                     )  # fmt: skip
-                query_sum = plus_products(query_sum, values, factors[1], HEADS, TILES)
 
         if query_grad is not None and PER_TOKEN:
             store_row(query_grad, at, live, query_sum, D, HEADS, TILE, TILES)
@@ -164,28 +185,59 @@ def gradient_kernel(
 
 
 @triton.jit
-def _rest(lse, scores, rows, num_rows, live, num_blocks, N: tl.constexpr):
+def _rest(lse, scores, rows, num_rows, live, num_sources):
     """The weight of what the read continued: not 1 - the others', which cancels."""
     earlier = tl.load(lse + rows, mask=live, other=0.0)
-    total = 1 + tl.exp(tl.load(scores + num_blocks * num_rows + rows, mask=live, other=0.0) - earlier)
-    for i in tl.static_range(N):
-        score = tl.load(scores + i * num_rows + rows, mask=live & (i < num_blocks), other=float("-inf"))
-        total += tl.exp(score - earlier)
+    total = tl.full(earlier.shape, 1.0, tl.float32)
+    for index in range(num_sources):
+        total += tl.exp(tl.load(scores + index * num_rows + rows, mask=live, other=0.0) - earlier)
     return 1 / total
 
 
 @triton.jit
-def _plus_weight_terms(
-    shared, grad_weights, weights, rows, num_rows, live, num_blocks, N: tl.constexpr, HEADS: tl.constexpr
-):
+def _none(ROWS: tl.constexpr, HEADS: tl.constexpr):
+    """A sum of nothing per head."""
+    total = ()
+    for _ in tl.static_range(HEADS):
+        total = total + (tl.zeros((ROWS,), tl.float32),)
+    return total
+
+
+@triton.jit
+def _gather(
+    total, values, upstream, grad_weights, weights, at, live, factor,
+    NORMED: tl.constexpr, HEADS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """What the first walk does with a source: its part of h if a norm follows, else its term of the shared sum."""
+    if NORMED:
+        total = mix(total, values, weights, at, live, factor, HEADS, TILES)
+    else:
+        total = plus(total, products_of(values, upstream, grad_weights, weights, at, live, factor, HEADS, TILES)[1])
+    return total
+
+
+@triton.jit
+def _scatter(
+    query_sum, target, earlier, at, values, upstream, shared, query, query_at, grad_weights, weights, scores, inv_rms,
+    stats_at, live, scale, factor, D: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """What the second walk does with a source: its gradient, and its part of the query's."""
+    factors = factors_of(
+        values, upstream, shared, grad_weights, weights, scores, inv_rms, stats_at, live, scale, factor, D, HEADS, TILES
+    )
+    if target is not None:
+        store_gradient(target, earlier, at, values, upstream, query, query_at, factors, live, D, HEADS, TILE, TILES)
+    return plus_products(query_sum, values, factors[1], HEADS, TILES)
+
+
+@triton.jit
+def _plus_weight_terms(shared, grad_weights, weights, rows, num_rows, live, num_sources, HEADS: tl.constexpr):
     """shared + sum_j a_j da_j, which is no part of dh . h."""
-    result = ()
-    for head in tl.static_range(HEADS):
-        total = shared[head]
-        for i in tl.static_range(N + 1):
-            at = ((i if i < N else num_blocks) * num_rows + rows) * HEADS + head
-            exists = live & ((i < num_blocks) | (i == N))
-            weight = tl.load(weights + at, mask=exists, other=0.0)
-            total += weight * tl.load(grad_weights + at, mask=exists, other=0.0)
-        result = result + (total,)
-    return result
+    for index in range(num_sources):
+        terms = ()
+        for head in tl.static_range(HEADS):
+            at = (index * num_rows + rows) * HEADS + head
+            weight = tl.load(weights + at, mask=live, other=0.0)
+            terms = terms + (weight * tl.load(grad_weights + at, mask=live, other=0.0),)
+        shared = plus(shared, terms)
+    return shared

@@ -26,12 +26,17 @@ from attnres_vision.ops.triton.rows import (
     store_row,
     to_fp32,
 )
+from attnres_vision.ops.triton.source_table import load_entry, place_of
+
+STATS = tl.constexpr(8)  # sources whose weights are computed at a time
 
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=VIEWS)
 def read_kernel(
-    blocks,  # N pointers to (samples, tokens, D), the last one repeated up to the bucket; one, unused, if N is 0
+    blocks,  # N pointers to (samples, tokens, D), the last one repeated up to the bucket, or a SourceTable's
     block_strides,  # their strides: N pairs of sample, token
+    entries,  # a SourceTable's, or None
+    bounds,
     last,
     last_strides,
     add,  # None, or what is to be added to `last` first; the sum goes to `partial`
@@ -58,7 +63,8 @@ def read_kernel(
     eps,
     factor,
     norm_eps,
-    N: tl.constexpr,
+    N: tl.constexpr,  # 0 with a table
+    ALIGNED: tl.constexpr,  # as in a SourceTable
     D: tl.constexpr,
     HEADS: tl.constexpr,
     TILE: tl.constexpr,
@@ -67,6 +73,7 @@ def read_kernel(
     MIXED: tl.constexpr,  # the blocks have several dtypes
 ):
     sample, tokens, live, rows = place(tl.program_id(0), num_tokens, ROWS)
+    num_rows = num_rows.to(tl.int64)  # times sources it may pass 2^31
     query_offsets = sample * query_strides[0] + tokens * query_strides[1]
 
     # The last source. It may have a dtype of its own, and so a name: a variable that a branch sets keeps its type.
@@ -85,12 +92,27 @@ def read_kernel(
         earlier = (tl.load(lse + rows, mask=live, other=0.0),)
         maxima, sums, mixture = attend(before, earlier, maxima, sums, mixture, HEADS, TILES)
 
-    # The finished blocks. The next one is under way while this one is computed. A branch per block, not a mask: kernels
-    # of large buckets would else become one piece of code that takes minutes to compile and spills.
-    if N > 0:
+    # The finished blocks. The next one is under way while this one is computed.
+    if entries is not None:
+        for kind in tl.static_range(len(blocks)):
+            start, stop = bounds[kind], bounds[kind + 1]
+            following = load_entry(
+                entries, start, blocks[kind], sample, tokens, live, D, HEADS, TILE, TILES, ALIGNED, MIXED
+            )
+            for index in range(start, stop):
+                values = following
+                following = load_entry(
+                    entries, tl.minimum(index + 1, stop - 1), blocks[kind], sample, tokens, live & (index + 1 < stop),
+                    D, HEADS, TILE, TILES, ALIGNED, MIXED,
+                )  # fmt: skip
+                found, norm = _scores(values, query, query_offsets, live, scale, eps, D, HEADS, TILE, TILES)
+                _store_stats(scores, inv_rms, place_of(entries, index), found, norm, rows, num_rows, live, HEADS)
+                maxima, sums, mixture = attend(values, found, maxima, sums, mixture, HEADS, TILES)
+    elif N > 0:
         offsets = sample * block_strides[0][0] + tokens * block_strides[0][1]
         following = load_row(blocks[0], offsets, live, D, HEADS, TILE, TILES)
         following = to_fp32(following) if MIXED else following  # what branches give has one type
+    # A branch per block, not a mask: else this becomes one piece of code that takes minutes to compile and spills
     for i in tl.static_range(N):
         if i < num_blocks:
             values = following
@@ -103,7 +125,7 @@ def read_kernel(
             _store_stats(scores, inv_rms, i, found, norm, rows, num_rows, live, HEADS)
             maxima, sums, mixture = attend(values, found, maxima, sums, mixture, HEADS, TILES)
 
-    _store_weights(weights, scores, maxima, sums, rows, num_rows, live, num_blocks, N, HEADS)
+    _store_weights(weights, scores, maxima, sums, rows, num_rows, live, num_blocks + 1, HEADS)
     hidden = scaled(mixture, sums, factor, out, HEADS, TILES)
     if rstd is not None:
         hidden = _normed(
@@ -185,18 +207,16 @@ def _store_stats(scores, inv_rms, index, found, norm, rows, num_rows, live, HEAD
 
 
 @triton.jit
-def _store_weights(
-    weights, scores, maxima, sums, rows, num_rows, live, num_blocks, N: tl.constexpr, HEADS: tl.constexpr
-):
+def _store_weights(weights, scores, maxima, sums, rows, num_rows, live, num_sources, HEADS: tl.constexpr):
     """Weights of all sources from the scores stored above, which may have been written by other threads."""
     tl.debug_barrier()
-    for i in tl.static_range(N + 1):
-        index = i if i < N else num_blocks
+    for first in range(0, num_sources, STATS):
+        index = first + tl.arange(0, STATS)
+        exists = live[None, :] & (index < num_sources)[:, None]
         for head in tl.static_range(HEADS):
-            at = (index * num_rows + rows) * HEADS + head
-            exists = live & ((i < num_blocks) | (i == N))
-            weight = tl.exp(tl.load(scores + at, mask=exists, other=0.0) - maxima[head]) / sums[head]
-            tl.store(weights + at, weight, mask=exists)
+            at = (index[:, None] * num_rows + rows[None, :]) * HEADS + head
+            score = tl.load(scores + at, mask=exists, other=0.0)
+            tl.store(weights + at, tl.exp(score - maxima[head][None, :]) / sums[head][None, :], mask=exists)
 
 
 @triton.jit

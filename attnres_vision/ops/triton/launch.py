@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
+from attnres_vision.ops import dispatch
 from attnres_vision.ops.arguments import Inputs, Options, Saved
 from attnres_vision.ops.collect import SourceGradient
 from attnres_vision.ops.eager import Results, empty_results, query_gradients, token_query
@@ -21,6 +23,7 @@ from attnres_vision.ops.triton.layout import Rows, element_size, on_device, rows
 # held between its two walks is one more: the compiler keeps it as fp32 too.
 FORWARD_VALUES = 48
 BACKWARD_VALUES = 24
+LOW_VALUES = 16  # which leave room for more programs, where loads stay 16 bytes wide
 BACKWARD_ROWS = 9
 HELD_REGISTERS = 225
 # Tokens that one program of a backward kernel walks over before it writes its partial sums: 4 bytes per column and
@@ -36,38 +39,37 @@ def forward(sources: Sequence[Tensor], inputs: Inputs, options: Options) -> Resu
         return results
     rows = rows_of(sources, token_query(inputs, torch.float32), inputs)
     tiling = tiles.tiling(rows.width, options.heads, element_size(rows), FORWARD_VALUES)
-    blocks, block_strides = rows.block_arguments()
     add = None if inputs.add is None else rows.view(inputs.add)
     grid = (rows.samples * -(-rows.tokens // tiling.rows),)
     with on_device(out):
         read_kernel[grid](
-            blocks,
-            block_strides,
-            rows.last,
-            strides(rows.last),
-            add,
-            (0, 0) if add is None else strides(add),
-            None if add is None else partial,
-            _contiguous(inputs.mixed),
-            _contiguous(inputs.lse),
-            rows.query,
-            strides(rows.query),
-            out,
-            weights,
-            scores,
-            inv_rms,
-            *(_contiguous(value) for value in inputs.norm_parameters),
-            mean if options.norm == "layer" else None,
-            rstd if options.norm else None,
-            len(rows.blocks),
-            rows.tokens,
-            rows.samples * rows.tokens,
-            options.scale,
-            options.eps,
-            options.factor,
-            options.norm_eps,
-            N=len(blocks) if rows.blocks else 0,
-            MIXED=len({block.dtype for block in blocks}) > 1,
+            last=rows.last,
+            last_strides=strides(rows.last),
+            add=add,
+            add_strides=(0, 0) if add is None else strides(add),
+            partial=None if add is None else partial,
+            mixed=_contiguous(inputs.mixed),
+            lse=_contiguous(inputs.lse),
+            query=rows.query,
+            query_strides=strides(rows.query),
+            out=out,
+            weights=weights,
+            scores=scores,
+            inv_rms=inv_rms,
+            norm_weight=_contiguous(inputs.norm_weight),
+            norm_bias=_contiguous(inputs.norm_bias),
+            norm_scale=_contiguous(inputs.norm_scale),
+            norm_shift=_contiguous(inputs.norm_shift),
+            mean=mean if options.norm == "layer" else None,
+            rstd=rstd if options.norm else None,
+            num_blocks=len(rows.blocks),
+            num_tokens=rows.tokens,
+            num_rows=rows.samples * rows.tokens,
+            scale=options.scale,
+            eps=options.eps,
+            factor=options.factor,
+            norm_eps=options.norm_eps,
+            **rows.block_arguments(),
             **constants(rows, tiling, options.heads),
         )
     return results
@@ -111,46 +113,41 @@ def gradients(
     mixed = _contiguous(inputs.mixed)
     found["mixed"] = None if mixed is None else torch.empty_like(mixed)
     found["lse"] = None if inputs.lse is None else torch.empty_like(inputs.lse, memory_format=torch.contiguous_format)
-    blocks, block_strides = rows.block_arguments()
-    block_targets = targets[:-1] or [None]
-    block_targets += [block_targets[-1]] * (len(blocks) - len(block_targets))
     with on_device(grad_out):
         gradient_kernel[(programs,)](
-            blocks,
-            block_strides,
-            tuple(block_targets),
-            rows.last,
-            strides(rows.last),
-            targets[-1],
-            _contiguous(targets[-1] if collected[-1] is not None else grad_partial),
-            mixed,
-            _contiguous(inputs.lse),
-            found["mixed"],
-            found["lse"],
-            rows.query,
-            strides(rows.query),
-            query_grad,
-            grad_out.contiguous(),
-            _contiguous(grad_weights),
-            saved.weights,
-            saved.scores,
-            saved.inv_rms,
-            _contiguous(inputs.norm_weight),
-            _contiguous(inputs.norm_scale),
-            saved.mean if has_norm and options.norm == "layer" else None,
-            saved.rstd if has_norm else None,
-            scaled_sums,
-            plain_sums,
-            len(rows.blocks),
-            rows.tokens,
-            rows.samples * rows.tokens,
-            options.scale,
-            options.factor,
-            N=len(blocks) if rows.blocks else 0,
+            last=rows.last,
+            last_strides=strides(rows.last),
+            last_grad=targets[-1],
+            last_upstream=_contiguous(targets[-1] if collected[-1] is not None else grad_partial),
+            mixed=mixed,
+            lse=_contiguous(inputs.lse),
+            mixed_grad=found["mixed"],
+            lse_grad=found["lse"],
+            query=rows.query,
+            query_strides=strides(rows.query),
+            query_grad=query_grad,
+            grad_out=grad_out.contiguous(),
+            grad_weights=_contiguous(grad_weights),
+            weights=saved.weights,
+            scores=saved.scores,
+            inv_rms=saved.inv_rms,
+            norm_weight=_contiguous(inputs.norm_weight),
+            norm_scale=_contiguous(inputs.norm_scale),
+            mean=saved.mean if has_norm and options.norm == "layer" else None,
+            rstd=saved.rstd if has_norm else None,
+            scaled_sums=scaled_sums,
+            plain_sums=plain_sums,
+            num_blocks=len(rows.blocks),
+            num_tokens=rows.tokens,
+            num_rows=rows.samples * rows.tokens,
+            scale=options.scale,
+            factor=options.factor,
+            **rows.block_arguments(targets[:-1]),
             STEPS=steps,
             PER_TOKEN=per_token,
             ACCUMULATE=accumulate,
             HOLD=hold,
+            **(all_registers() if hold else {}),
             **constants(rows, tiling, heads),
         )
     if query_grad is not None and not per_token:
@@ -168,16 +165,24 @@ def gradients(
 
 def backward_tiling(width: int, heads: int, element_size: int, num_blocks: int) -> tuple[tiles.Tiling, bool]:
     """The tiling of `gradient_kernel`, and whether it holds all sources in registers between its walks."""
-    size = tiles.bucket(max(1, num_blocks)) + 1
-    most = HELD_REGISTERS // (BACKWARD_ROWS + size)
-    holding = tiles.tiling(width, heads, element_size, min(most, BACKWARD_VALUES))
-    if size <= 13 and holding.values <= most and holding.load_bytes == 16 and _padding(holding, heads, width) < 1.34:
-        return holding, True
+    attempts = [(LOW_VALUES, False)]
+    if num_blocks <= tiles.UNROLLED:
+        sources = tiles.bucket(max(1, num_blocks)) + 1
+        attempts.insert(0, (min(HELD_REGISTERS // (BACKWARD_ROWS + sources), BACKWARD_VALUES), True))
+    for values, hold in attempts:
+        tiling = tiles.tiling(width, heads, element_size, values)
+        padding = heads * tiling.tiles * tiling.tile / width
+        if tiling.values <= values and tiling.load_bytes == 16 and padding < 1.34:
+            return tiling, hold
     return tiles.tiling(width, heads, element_size, BACKWARD_VALUES), False
 
 
-def _padding(tiling: tiles.Tiling, heads: int, width: int) -> float:
-    return heads * tiling.tiles * tiling.tile / width
+def all_registers() -> dict[str, int]:
+    """An option for kernels that hold sources: sm_100's assembler would rather spill than give them over 168 of 255."""
+    if dispatch.INTERPRETING:
+        return {}
+    target = triton.runtime.driver.active.get_current_target()
+    return {"maxnreg": 255} if target.backend == "cuda" and target.arch >= 100 else {}
 
 
 def gradient_targets(

@@ -45,32 +45,29 @@ def forward(
         return [*means, lse, scores, inv_rms]
     rows, viewed = _rows(sources, queries)
     tiling, at_once = tiling_of(rows.width, element_size(rows), count)
-    blocks, block_strides = rows.block_arguments()
-    steps = FORWARD_STEPS
+    grid = (rows.samples * -(-rows.tokens // (tiling.rows * FORWARD_STEPS)),)
     with on_device(sources[0]):
+        blocks = rows.block_arguments()
         for start in range(0, count, at_once):
             part = slice(start, start + at_once)
-            attend_blocks_kernel[(rows.samples * -(-rows.tokens // (tiling.rows * steps)),)](
-                blocks,
-                block_strides,
-                tuple(viewed[part]),
-                tuple(strides(query) for query in viewed[part]),
-                tuple(means[part]),
-                lse[part],
-                scores[part],
-                inv_rms,
-                num,
-                rows.tokens,
-                rows.samples * rows.tokens,
-                scale,
-                eps,
-                1.0 if start else factor,
+            attend_blocks_kernel[grid](
+                queries=tuple(viewed[part]),
+                query_strides=tuple(strides(query) for query in viewed[part]),
+                mixed=tuple(means[part]),
+                lse=lse[part],
+                scores=scores[part],
+                inv_rms=inv_rms,
+                num_blocks=num,
+                num_tokens=rows.tokens,
+                num_rows=rows.samples * rows.tokens,
+                scale=scale,
+                eps=eps,
+                factor=1.0 if start else factor,
                 M=len(viewed[part]),
-                N=len(blocks),
-                STEPS=steps,
+                STEPS=FORWARD_STEPS,
                 PER_TOKEN=_per_token(sources, queries),
                 HOLD=2 * tiling.values * at_once <= HELD_VALUES,
-                MIXED=len({block.dtype for block in blocks}) > 1,
+                **blocks,
                 **constants(rows, tiling, 1),
             )
     return [*means, lse, scores, inv_rms]
@@ -83,21 +80,20 @@ def mix(sources: Sequence[Tensor], lse: Tensor, scores: Tensor) -> list[Tensor]:
         return means
     rows = rows_of([*sources, sources[-1]], sources[-1], Inputs(sources[-1]))
     tiling, at_once = tiling_of(rows.width, element_size(rows), len(means))
-    blocks, block_strides = rows.block_arguments()
+    grid = (rows.samples * -(-rows.tokens // tiling.rows),)
     with on_device(sources[0]):
+        blocks = rows.block_arguments()
         for start in range(0, len(means), at_once):
             part = slice(start, start + at_once)
-            mix_blocks_kernel[(rows.samples * -(-rows.tokens // tiling.rows),)](
-                blocks,
-                block_strides,
-                tuple(means[part]),
-                lse[part],
-                scores[part],
-                len(sources),
-                rows.tokens,
-                rows.samples * rows.tokens,
+            mix_blocks_kernel[grid](
+                mixed=tuple(means[part]),
+                lse=lse[part],
+                scores=scores[part],
+                num_blocks=len(sources),
+                num_tokens=rows.tokens,
+                num_rows=rows.samples * rows.tokens,
                 M=len(means[part]),
-                N=len(blocks),
+                **blocks,
                 **constants(rows, tiling, 1),
             )
     return means
@@ -129,34 +125,30 @@ def gradients(
     targets, num_added = _targets(sources, needs_grad, collected)
     shape = sources[0].shape if per_token else (programs, rows.width)
     query_grads: list[Tensor] = [lse.new_empty(shape) for _ in queries]
-    blocks, block_strides = rows.block_arguments()
-    block_targets = [*targets, *[targets[-1]] * (len(blocks) - len(targets))]
     with on_device(sources[0]):
+        blocks = rows.block_arguments(targets)
         for start in range(0, len(queries), at_once):
             part = slice(start, start + at_once)
             blocks_gradient_kernel[(programs,)](
-                blocks,
-                block_strides,
-                tuple(block_targets),
-                tuple(viewed[part]),
-                tuple(strides(query) for query in viewed[part]),
-                tuple(query_grads[part]),
-                tuple(upstream[part]),
-                None if start else opening,
-                grad_lse[part],
-                lse[part],
-                scores[part],
-                inv_rms,
-                len(sources),
-                rows.tokens,
-                rows.samples * rows.tokens,
-                len(sources) if start else num_added,  # later passes add to what the first one wrote
-                scale,
-                factor,
+                queries=tuple(viewed[part]),
+                query_strides=tuple(strides(query) for query in viewed[part]),
+                query_grads=tuple(query_grads[part]),
+                grads=tuple(upstream[part]),
+                opening=None if start else opening,
+                grad_lse=grad_lse[part],
+                lse=lse[part],
+                scores=scores[part],
+                inv_rms=inv_rms,
+                num_blocks=len(sources),
+                num_tokens=rows.tokens,
+                num_rows=rows.samples * rows.tokens,
+                num_added=len(sources) if start else num_added,  # later passes add to what the first one wrote
+                scale=scale,
+                factor=factor,
                 M=len(viewed[part]),
-                N=len(blocks),
                 STEPS=steps,
                 PER_TOKEN=per_token,
+                **blocks,
                 **constants(rows, tiling, 1),
             )
     results: list[Tensor | None] = [None if c is not None else t for t, c in zip(targets, collected, strict=True)]

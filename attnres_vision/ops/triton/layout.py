@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attnres_vision.ops.arguments import Inputs
 from attnres_vision.ops.triton import tiles
+from attnres_vision.ops.triton.source_table import source_table
 
 
 @dataclasses.dataclass
@@ -46,11 +47,25 @@ class Rows:
             return query.contiguous().unsqueeze(1).expand(self.samples, self.tokens, self.width)
         return self.view(query)
 
-    def block_arguments(self) -> tuple[tuple[Tensor, ...], tuple[tuple[int, int], ...]]:
-        """Pointers and strides up to the bucket: the last block (or the last source) again for what is missing."""
-        size = tiles.bucket(max(1, len(self.blocks)))
-        blocks = [*self.blocks, *[self.blocks[-1] if self.blocks else self.last] * (size - len(self.blocks))]
-        return tuple(blocks), tuple(strides(block) for block in blocks)
+    def block_arguments(self, targets: Sequence[Tensor | None] | None = None) -> dict[str, Any]:
+        """What kernels take for the blocks, a tuple of pointers or a table, and for their gradients, `targets`."""
+        blocks = self.blocks or [self.last]
+        found: dict[str, Any] = {"entries": None, "bounds": (0,), "ALIGNED": False}
+        grads = list(targets or [None] * len(blocks))
+        if len(blocks) > tiles.UNROLLED:
+            table = source_table(blocks, grads)
+            blocks, grads = list(table.blocks), list(table.targets)
+            found = {"entries": table.entries, "bounds": table.bounds, "ALIGNED": table.aligned}
+        else:  # up to the bucket: the last one again for what is missing
+            missing = tiles.bucket(len(blocks)) - len(blocks)
+            blocks, grads = [*blocks, *[blocks[-1]] * missing], [*grads, *[grads[-1]] * missing]
+        return found | {
+            "blocks": tuple(blocks),
+            "block_strides": tuple(strides(block) for block in blocks),
+            "MIXED": len({block.dtype for block in blocks}) > 1,
+            "N": len(blocks) if self.blocks and found["entries"] is None else 0,
+            **({} if targets is None else {"block_grads": tuple(grads)}),
+        }
 
 
 def rows_of(sources: Sequence[Tensor], query: Tensor, inputs: Inputs) -> Rows:

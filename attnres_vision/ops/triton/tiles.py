@@ -12,9 +12,10 @@ import dataclasses
 import functools
 
 MIN_TILE = 16  # of columns
-# Sides of the tuple of block pointers that kernels are compiled for: a read of n sources uses the next one up, and
-# the surplus loads are switched off. One kernel per n would compile 57 times for a 28-layer Full model.
-BUCKETS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 192, 256)
+# Up to so many blocks come as a tuple of pointers, and the walk over them is unrolled; more are walked with a loop
+# (source_table.py). A kernel is compiled for these sizes of the tuple; the surplus loads are switched off.
+UNROLLED = 8
+BUCKETS = (1, 2, 3, 4, 6, UNROLLED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +61,8 @@ def tiling(width: int, heads: int, element_size: int, max_values: int) -> Tiling
                 values = heads * tiles * rows * tile // (32 * warps)
                 # In this order: fits into registers, wide loads, little padding, few warps, exact, wide tiles. Padding
                 # takes lanes and registers but no bandwidth, so up to a third of it is better than narrow loads.
-                order = (max(0, values - max_values), waste > 1.34, narrow, waste > 1.13, warps, waste, -tile)
+                crowded = max(0, values + 2 * (rows - 1) - max_values)  # every row has statistics of its own
+                order = (crowded, waste > 1.34, narrow, waste > 1.13, warps, waste, -tile)
                 choices.append((order, Tiling(rows, tile, tiles, warps, values, 16 // narrow)))
             tile *= 2
     return min(choices, key=lambda choice: choice[0])[1]

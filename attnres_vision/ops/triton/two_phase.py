@@ -29,12 +29,15 @@ from attnres_vision.ops.triton.rows import (
     zeros,
 )
 from attnres_vision.ops.triton.source_gradient import plus_products
+from attnres_vision.ops.triton.source_table import load_entry, place_of, target_of
 
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=VIEWS)
 def attend_blocks_kernel(
-    blocks,  # as in forward.py
+    blocks,  # these four as in forward.py
     block_strides,
+    entries,
+    bounds,
     queries,  # M pointers and their strides, 0 where samples or tokens share a query
     query_strides,
     mixed,  # M results, contiguous rows
@@ -49,6 +52,8 @@ def attend_blocks_kernel(
     factor,  # of the first result: it is a read already
     M: tl.constexpr,
     N: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    MIXED: tl.constexpr,
     D: tl.constexpr,
     HEADS: tl.constexpr,
     TILE: tl.constexpr,
@@ -57,8 +62,8 @@ def attend_blocks_kernel(
     STEPS: tl.constexpr,  # row tiles per program
     PER_TOKEN: tl.constexpr,  # every token has its queries
     HOLD: tl.constexpr,  # queries stay in registers; else they come from the first cache for every source
-    MIXED: tl.constexpr,
 ):
+    num_rows = num_rows.to(tl.int64)
     steps = tl.cdiv(num_tokens, ROWS)
     groups = tl.cdiv(steps, STEPS)
     group_sample, first = tl.program_id(0) // groups, (tl.program_id(0) % groups) * STEPS
@@ -78,9 +83,26 @@ def attend_blocks_kernel(
             maxima = maxima + (tl.full((ROWS,), float("-inf"), tl.float32),)
             sums = sums + (tl.zeros((ROWS,), tl.float32),)
         state = (maxima, sums, zeros(ROWS, TILE, M * TILES))
-        offsets = sample * block_strides[0][0] + tokens * block_strides[0][1]
-        following = load_row(blocks[0], offsets, live, D, 1, TILE, TILES)
-        following = to_fp32(following) if MIXED else following
+        if entries is not None:
+            for kind in tl.static_range(len(blocks)):
+                start, stop = bounds[kind], bounds[kind + 1]
+                following = load_entry(
+                    entries, start, blocks[kind], sample, tokens, live, D, 1, TILE, TILES, ALIGNED, MIXED
+                )
+                for index in range(start, stop):
+                    values = following
+                    following = load_entry(
+                        entries, tl.minimum(index + 1, stop - 1), blocks[kind], sample, tokens,
+                        live & (index + 1 < stop), D, 1, TILE, TILES, ALIGNED, MIXED,
+                    )  # fmt: skip
+                    state = _attend_block(
+                        values, place_of(entries, index), state, own, queries, query_strides, scores, inv_rms, sample,
+                        tokens, live, rows, num_blocks, num_rows, scale, eps, M, D, TILE, TILES, HOLD,
+                    )  # fmt: skip
+        else:
+            offsets = sample * block_strides[0][0] + tokens * block_strides[0][1]
+            following = load_row(blocks[0], offsets, live, D, 1, TILE, TILES)
+            following = to_fp32(following) if MIXED else following
         for i in tl.static_range(N):
             if i < num_blocks:
                 values = following
@@ -138,6 +160,8 @@ def _queries(
 def mix_blocks_kernel(
     blocks,
     block_strides,
+    entries,
+    bounds,
     mixed,  # M results, contiguous rows
     lse,
     scores,
@@ -146,6 +170,8 @@ def mix_blocks_kernel(
     num_rows,
     M: tl.constexpr,
     N: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    MIXED: tl.constexpr,
     D: tl.constexpr,
     HEADS: tl.constexpr,
     TILE: tl.constexpr,
@@ -153,8 +179,17 @@ def mix_blocks_kernel(
     ROWS: tl.constexpr,
 ):
     """The means once more, for backward."""
+    num_rows = num_rows.to(tl.int64)
     sample, tokens, live, rows = place(tl.program_id(0), num_tokens, ROWS)
     mixtures = zeros(ROWS, TILE, M * TILES)
+    if entries is not None:
+        for kind in tl.static_range(len(blocks)):
+            for index in range(bounds[kind], bounds[kind + 1]):
+                values = load_entry(
+                    entries, index, blocks[kind], sample, tokens, live, D, 1, TILE, TILES, ALIGNED, MIXED
+                )
+                weights = _weights(scores, lse, place_of(entries, index), num_blocks, num_rows, rows, live, M)
+                mixtures = plus_products(mixtures, values, weights, M, TILES)
     for i in tl.static_range(N):
         if i < num_blocks:
             offsets = sample * block_strides[i][0] + tokens * block_strides[i][1]
@@ -169,6 +204,8 @@ def mix_blocks_kernel(
 def blocks_gradient_kernel(
     blocks,
     block_strides,
+    entries,
+    bounds,
     block_grads,  # contiguous rows, None where no gradient is asked for
     queries,
     query_strides,
@@ -187,6 +224,8 @@ def blocks_gradient_kernel(
     factor,
     M: tl.constexpr,
     N: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    MIXED: tl.constexpr,
     D: tl.constexpr,
     HEADS: tl.constexpr,
     TILE: tl.constexpr,
@@ -195,6 +234,7 @@ def blocks_gradient_kernel(
     STEPS: tl.constexpr,
     PER_TOKEN: tl.constexpr,
 ):
+    num_rows = num_rows.to(tl.int64)
     query_sums = zeros(ROWS, TILE, M * TILES)
     steps = tl.cdiv(num_tokens, ROWS)
     groups = tl.cdiv(steps, STEPS)
@@ -212,6 +252,18 @@ def blocks_gradient_kernel(
                 shared = shared + (-tl.load(grad_lse + m * num_rows + rows, mask=live, other=0.0),)
                 factors = factors + (1.0,)
             upstream = upstream + gradient
+        if entries is not None:
+            for kind in tl.static_range(len(blocks)):
+                for index in range(bounds[kind], bounds[kind + 1]):
+                    values = load_entry(
+                        entries, index, blocks[kind], sample, tokens, live, D, 1, TILE, TILES, ALIGNED, MIXED
+                    )
+                    target, i = target_of(entries, index, block_grads[kind]), place_of(entries, index)
+                    query_sums = _block_gradient(
+                        values, i, query_sums, target, i < num_added, upstream, shared, factors, queries,
+                        query_strides, lse, scores, inv_rms, sample, tokens, live, rows, num_blocks, num_rows, scale, M,
+                        D, TILE, TILES,
+                    )  # fmt: skip
         for i in tl.static_range(N):
             if i < num_blocks:
                 offsets = sample * block_strides[i][0] + tokens * block_strides[i][1]
