@@ -142,6 +142,7 @@ def _attend(
     return first, lse.unbind(0)[1:], inv_rms
 
 
+@torch.no_grad()
 def mix(kept: Sequence[Tensor], kernel: str, start: int, stop: int) -> list[Tensor]:
     """The means of the readers `start ... stop - 1`."""
     *sources, lse, scores = kept
