@@ -148,8 +148,10 @@ def test_a_read_saves_three_numbers_per_source_and_token():
     assert kept <= 3 * 4 * 9 * 8 * 197 + rounding
 
 
-def test_a_cuda_graph_replays_a_forward_pass_on_new_inputs():
-    model = vit({"num_blocks": 3}).eval()
+@pytest.mark.parametrize("attnres", [{"num_blocks": 3}, {"mode": "full"}], ids=["block", "full"])
+def test_a_cuda_graph_replays_a_forward_pass_on_new_inputs(attnres):
+    """Full reads more sources than are pointers: the table of them is made inside the graph."""
+    model = vit(attnres).eval()
     images = torch.randn(2, 3, 32, 32, device=DEVICE)
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     with torch.no_grad(), backend("triton"):

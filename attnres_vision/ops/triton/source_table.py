@@ -11,6 +11,7 @@ A loop loads one dtype and stores one dtype, so entries are sorted by these *kin
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -43,52 +44,33 @@ class SourceTable:
 
 def source_table(blocks: Sequence[Tensor], targets: Sequence[Tensor | None]) -> SourceTable:
     """The table of blocks (samples, tokens, D) and of their gradients, contiguous rows or None."""
-
-    def kind(place: int) -> tuple[torch.dtype, torch.dtype | None]:
-        target = targets[place]
-        return blocks[place].dtype, None if target is None else target.dtype
-
-    kinds = list(dict.fromkeys(map(kind, range(len(blocks)))))
-    order = sorted(range(len(blocks)), key=lambda place: kinds.index(kind(place)))
-    firsts = [next(i for i, place in enumerate(order) if kind(place) == each) for each in kinds]
-    size = triton.next_power_of_2(len(blocks))
+    places: dict[tuple[torch.dtype, torch.dtype | None], list[int]] = {}
+    for place, (block, target) in enumerate(zip(blocks, targets, strict=True)):
+        places.setdefault((block.dtype, None if target is None else target.dtype), []).append(place)
+    order = list(itertools.chain(*places.values()))
+    size = triton.next_power_of_2(len(order))
+    numbers: list[int] = []
+    for place in order + order[-1:] * (size - len(order)):
+        block, target = blocks[place], targets[place]
+        address = block.data_ptr()
+        numbers += (address, *block.stride()[:2], address if target is None else target.data_ptr(), place)
     entries = torch.empty(size, FIELDS.value, dtype=torch.int64, device=blocks[0].device)
-    padded = order + [order[-1]] * (size - len(order))
-    write_kernel[(1,)](
-        entries,
-        # As bytes, or every mixture of dtypes would be a kernel of its own
-        tuple(triton.reinterpret(blocks[place], tl.uint8) for place in padded),
-        tuple(blocks[place].stride()[:2] for place in padded),
-        tuple(triton.reinterpret(_or(targets[place], blocks[place]), tl.uint8) for place in padded),
-        tuple(padded),
-        N=size,
-        num_warps=1,
-    )
-    numbers = [stride for block in blocks for stride in block.stride()[:2]] + [block.data_ptr() for block in blocks]
+    write_kernel[(1,)](entries, tuple(numbers), COUNT=len(numbers), num_warps=1)
+    firsts = [kind[0] for kind in places.values()]
     return SourceTable(
         entries,
-        tuple(blocks[order[first]] for first in firsts),
-        tuple(targets[order[first]] for first in firsts),
-        (*firsts, len(blocks)),
-        all(number % 16 == 0 for number in numbers),
+        tuple(blocks[first] for first in firsts),
+        tuple(targets[first] for first in firsts),
+        tuple(itertools.accumulate(map(len, places.values()), initial=0)),
+        all(numbers[i] % 16 == 0 for i in range(len(numbers)) if i % FIELDS.value < 3),
     )
 
 
-def _or(target: Tensor | None, stand_in: Tensor) -> Tensor:
-    return stand_in if target is None else target
-
-
-@triton.jit(
-    do_not_specialize=["block_strides", "places"], do_not_specialize_on_alignment=["entries", "blocks", "targets"]
-)
-def write_kernel(entries, blocks, block_strides, targets, places, N: tl.constexpr):
-    for i in tl.static_range(N):
-        entry = entries + i * FIELDS
-        tl.store(entry, blocks[i].to(tl.int64))
-        tl.store(entry + 1, block_strides[i][0])
-        tl.store(entry + 2, block_strides[i][1])
-        tl.store(entry + 3, targets[i].to(tl.int64))
-        tl.store(entry + 4, places[i])
+@triton.jit(do_not_specialize=["numbers"], do_not_specialize_on_alignment=["entries"])
+def write_kernel(entries, numbers, COUNT: tl.constexpr):
+    """Numbers and not pointers: these would bring their dtypes, and every mixture of them would be another kernel."""
+    for i in tl.static_range(COUNT):
+        tl.store(entries + i, numbers[i])
 
 
 @triton.jit
