@@ -125,19 +125,20 @@ def read(num_sources: int, width: int, in_place: bool, norm: bool) -> Traffic:
 
 
 def group(num_sources: int, readers: int, width: int) -> Traffic:
-    """The reads of one open block: the finished ones once for all its readers, then each merges its partial sum."""
+    """The reads of one open block: the finished ones once for all its readers, later ones merge the partial sum."""
 
     def run(tokens: int, recorder: Recorder) -> None:
         with recorder.paused():
-            rows = [torch.randn(1, tokens, width, dtype=DTYPE, requires_grad=True) for _ in range(2 * readers)]
+            partials = [torch.randn(1, tokens, width, dtype=DTYPE, requires_grad=True) for _ in range(readers - 1)]
+            upstream = [torch.randn(1, tokens, width, dtype=DTYPE) for _ in range(readers)]
             blocks = [torch.randn(1, tokens, width, dtype=DTYPE, requires_grad=True) for _ in range(num_sources - 1)]
             queries = [torch.randn(width, dtype=DTYPE, requires_grad=True) for _ in range(readers)]
-            earlier = two_phase.attend_blocks(blocks, queries, eps=1e-6, scale=1.0, kernel="triton")
+            first, later = two_phase.attend_blocks(blocks, queries, eps=1e-6, scale=1.0, form="sum", kernel="triton")
             outs = [
-                operator.depth_attention([partial], query, earlier=(*pair, len(blocks)), kernel="triton")
-                for partial, query, pair in zip(rows[:readers], queries, earlier, strict=True)
+                operator.depth_attention([partial], query, earlier=earlier, kernel="triton")
+                for partial, query, earlier in zip(partials, queries[1:], later, strict=True)
             ]
-            torch.autograd.grad(outs, [*blocks, *rows[:readers], *queries], rows[readers:])
+            torch.autograd.grad([first, *outs], [*blocks, *partials, *queries], upstream)
 
     return count(run)
 
@@ -264,8 +265,6 @@ def print_steps(name: str, width: int, depth: int, tokens: int, affine: bool) ->
     for mode, num_blocks in (("Full", None), ("Block N=8", 8)):
         options: dict[str, Any] = {"mode": "full"} if num_blocks is None else {"num_blocks": num_blocks}
         for phase, is_two_phase in PHASES.items():
-            if num_blocks is None and is_two_phase:
-                continue  # every block is one layer: nothing to share
             show(f"{mode}, {phase}", step(width, depth, affine, options | {"two_phase": is_two_phase}))
         formulas = {f"{mode}, one-phase, {peer}": one_pass(peer, depth, num_blocks) for peer in ONE_PASS}
         if num_blocks is not None:

@@ -1,4 +1,7 @@
-"""Phase one of two-phase reads in eager PyTorch, query by query: ops/triton/launch_two_phase.py has the same functions."""
+"""Phase one of two-phase reads in eager PyTorch, query by query; ops/triton/launch_two_phase.py has these functions too.
+
+They are those of ops/two_phase.py: the pass, its means once more, its gradients.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +39,9 @@ def gradients(
     totals: list[Tensor | None] = [None] * len(sources)
     query_grads: list[Tensor | None] = []
     for m, (query, grad) in enumerate(zip(queries, grads, strict=True)):
-        is_opening = m == 0 and opening is not None
-        average = -grad_lse[m] if not is_opening else (opening.to(lse.dtype) * grad.to(lse.dtype)).sum(-1)
+        is_opening, average = False, -grad_lse[m]
+        if m == 0 and opening is not None:
+            is_opening, average = True, (opening.to(lse.dtype) * grad.to(lse.dtype)).sum(-1)
         weights = (scores[m] - lse[m]).exp().unsqueeze(-1)
         marks = [*needs_grad[: len(sources)], needs_grad[len(sources) + m]]
         *terms, query_grad, _, _ = read_backward(

@@ -7,9 +7,9 @@ Phase one gives the first query's read, and for each other query a weighted mean
 its scores. In PyTorch and in Triton; depth heads are not supported.
 
 A mean lives until its reader has run: backward mixes those of a group again, in one pass, when the first of its readers
-needs one. Autograd sees of a merge the log-sum-exp alone. With U = e^lse mean, the sum that the softmax divides, the
-gradients of mean and lse are those of U and of lse for a fixed U; the first goes to phase one past autograd (`Exchange`),
-and the second is all that phase one's scores need of the mean: ds_i = a_i (dmean . v_i + dlse).
+needs one. What autograd sees of a merge is the log-sum-exp alone; the gradient of the mean goes to phase one past it
+(`Exchange`). That of lse is for a fixed U = e^lse mean, the sum before the softmax divides: then phase one needs no more
+of the mean itself, ds_i = a_i (dmean . v_i + dlse), and one walk over the blocks is enough.
 """
 
 from __future__ import annotations

@@ -269,8 +269,9 @@ def blocks_gradient_kernel(
                 offsets = sample * block_strides[i][0] + tokens * block_strides[i][1]
                 values = load_row(blocks[i], offsets, live, D, 1, TILE, TILES)
                 query_sums = _block_gradient(
-                    values, i, query_sums, block_grads[i], i < num_added, upstream, shared, factors, queries, query_strides,
-                    lse, scores, inv_rms, sample, tokens, live, rows, num_blocks, num_rows, scale, M, D, TILE, TILES,
+                    values, i, query_sums, block_grads[i], i < num_added, upstream, shared, factors, queries,
+                    query_strides, lse, scores, inv_rms, sample, tokens, live, rows, num_blocks, num_rows, scale, M,
+                    D, TILE, TILES,
                 )  # fmt: skip
         if PER_TOKEN:
             for m in tl.static_range(M):
