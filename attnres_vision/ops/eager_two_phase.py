@@ -1,4 +1,4 @@
-"""Phase one of two-phase reads in eager PyTorch, query by query; ops/triton/launch_two_phase.py has these functions too.
+"""Phase one of two-phase reads in eager PyTorch, query by query, as ops/triton/launch_two_phase.py does it in Triton.
 
 They are those of ops/two_phase.py: the pass, its means once more, its gradients.
 """

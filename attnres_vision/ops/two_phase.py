@@ -8,8 +8,8 @@ its scores. In PyTorch and in Triton; depth heads are not supported.
 
 A mean lives until its reader has run: backward mixes those of a group again, in one pass, when the first of its readers
 needs one. What autograd sees of a merge is the log-sum-exp alone; the gradient of the mean goes to phase one past it
-(`Exchange`). That of lse is for a fixed U = e^lse mean, the sum before the softmax divides: then phase one needs no more
-of the mean itself, ds_i = a_i (dmean . v_i + dlse), and one walk over the blocks is enough.
+(`Exchange`). That of lse is for a fixed U = e^lse mean, the sum before the softmax divides: then phase one needs the
+mean no more, ds_i = a_i (dmean . v_i + dlse), and one walk over the blocks is enough.
 """
 
 from __future__ import annotations

@@ -188,7 +188,7 @@ def test_intermediate_features_are_those_of_one_phase():
 
 @pytest.mark.parametrize("config", [{"mode": "full"}, {"block_size": 3}], ids=["full", "block"])
 def test_training_keeps_no_more_hidden_states_than_one_phase(config):
-    """The means are not among what backward keeps. A group's first norm keeps its input, since that read is not lazy."""
+    """The means are not among what backward keeps. A group's first norm keeps its input: that read is not lazy."""
 
     def kept(model: nn.Module) -> int:
         shape, seen, alive = (2, 5, 48), set(), []
