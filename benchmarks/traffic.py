@@ -107,8 +107,8 @@ def _add(entry: Access, name: str, value: float) -> None:
 # One read ------------------------------------------------------------------------------------------------------------
 
 
-def read(num_sources: int, width: int, in_place: bool, norm: bool) -> Traffic:
-    """One read and its backward; `in_place`: all sources but the last collect their gradients."""
+def read(num_sources: int, width: int, norm: bool) -> Traffic:
+    """One read and its backward."""
 
     def run(tokens: int, recorder: Recorder) -> None:
         with recorder.paused():
@@ -116,10 +116,24 @@ def read(num_sources: int, width: int, in_place: bool, norm: bool) -> Traffic:
             query = torch.randn(width, dtype=DTYPE, requires_grad=True)
             weight = torch.ones(width, dtype=DTYPE, requires_grad=True)
             upstream = torch.randn(1, tokens, width, dtype=DTYPE)
-            given = [*map(collect, sources[:-1]), sources[-1]] if in_place else sources
             parameters = ops.Norm("layer", 1e-6, weight, weight) if norm else None
-            out = operator.depth_attention(given, query, norm=parameters, kernel="triton")
+            out = operator.depth_attention(sources, query, norm=parameters, kernel="triton")
             torch.autograd.grad(out, [*sources, query], upstream)
+
+    return count(run)
+
+
+def two_reads(num_sources: int, width: int) -> Traffic:
+    """Two reads of the same sources and one of each one's own: backward writes an fp32 sum, then adds to it."""
+
+    def run(tokens: int, recorder: Recorder) -> None:
+        with recorder.paused():
+            sources = [torch.randn(1, tokens, width, dtype=DTYPE, requires_grad=True) for _ in range(num_sources + 1)]
+            query = torch.randn(width, dtype=DTYPE, requires_grad=True)
+            upstream = torch.randn(1, tokens, width, dtype=DTYPE)
+            given = list(map(collect, sources[:-2]))
+            outs = [operator.depth_attention([*given, own], query, kernel="triton") for own in sources[-2:]]
+            torch.autograd.grad(outs, [*sources, query], [upstream, upstream])
 
     return count(run)
 
@@ -215,9 +229,9 @@ def print_reads(width: int, numbers: Sequence[int]) -> list[dict[str, Any]]:
     rows = []
     for n in numbers:
         kinds: dict[str, tuple[Callable[[], Traffic], int]] = {
-            "read": (functools.partial(read, n, width, in_place=False, norm=False), 1),
-            "read + LayerNorm": (functools.partial(read, n, width, in_place=False, norm=True), 1),
-            "read, gradients added in place, fp32": (functools.partial(read, n, width, in_place=True, norm=False), 1),
+            "read": (functools.partial(read, n, width, norm=False), 1),
+            "read + LayerNorm": (functools.partial(read, n, width, norm=True), 1),
+            "one of 2 reads, fp32 gradients in place": (functools.partial(two_reads, n, width), 2),
             "two-phase, one of 6 readers": (functools.partial(group, n, 6, width), 6),
         }
         for label, (measure, number) in kinds.items():

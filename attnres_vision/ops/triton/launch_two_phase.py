@@ -16,7 +16,8 @@ from attnres_vision.ops.triton.layout import Rows, element_size, on_device, rows
 from attnres_vision.ops.triton.two_phase import attend_blocks_kernel, blocks_gradient_kernel, mix_blocks_kernel
 
 # A thread holds its part of a row once for each query: so many numbers in all, or queries go through in several passes.
-QUERY_VALUES = 72
+# Backward holds two such rows per query, of which the gradients are packed if their numbers have two bytes.
+QUERY_VALUES = {2: 72, 4: 64}
 # Forward holds the queries too if both together are no more than this.
 HELD_VALUES = 144
 # Tokens that a program of the forward kernel walks over with the queries it holds.
@@ -25,8 +26,9 @@ FORWARD_STEPS = 4
 
 def tiling_of(width: int, element_size: int, count: int) -> tuple[tiles.Tiling, int]:
     """The tiling for so many queries, and how many of them go through in one pass."""
-    tiling = tiles.tiling(width, 1, element_size, min(BACKWARD_VALUES, max(1, QUERY_VALUES // count)))
-    passes = -(-count // max(1, QUERY_VALUES // tiling.values))
+    most = QUERY_VALUES[element_size]
+    tiling = tiles.tiling(width, 1, element_size, min(BACKWARD_VALUES, max(1, most // count)))
+    passes = -(-count // max(1, most // tiling.values))
     return tiling, -(-count // passes)
 
 
@@ -66,6 +68,7 @@ def forward(
                 M=len(viewed[part]),
                 STEPS=FORWARD_STEPS,
                 PER_TOKEN=_per_token(sources, queries),
+                SHARED=queries[0].dim() == 1,
                 HOLD=2 * tiling.values * at_once <= HELD_VALUES,
                 **blocks,
                 **constants(rows, tiling, 1),
@@ -148,6 +151,7 @@ def gradients(
                 M=len(viewed[part]),
                 STEPS=steps,
                 PER_TOKEN=per_token,
+                SHARED=queries[0].dim() == 1,
                 **blocks,
                 **constants(rows, tiling, 1),
             )

@@ -61,6 +61,7 @@ def attend_blocks_kernel(
     ROWS: tl.constexpr,
     STEPS: tl.constexpr,  # row tiles per program
     PER_TOKEN: tl.constexpr,  # every token has its queries
+    SHARED: tl.constexpr,  # all of them share the queries
     HOLD: tl.constexpr,  # queries stay in registers; else they come from the first cache for every source
 ):
     num_rows = num_rows.to(tl.int64)
@@ -71,13 +72,15 @@ def attend_blocks_kernel(
     if HOLD and not PER_TOKEN:
         everywhere = tl.full((1,), 1, tl.int1)
         for m in tl.static_range(M):
-            query_at = tl.full((1,), 0, tl.int64) + group_sample.to(tl.int64) * query_strides[m][0]
+            query_at = _query_at(query_strides[m], group_sample.to(tl.int64), tl.full((1,), 0, tl.int64), SHARED)
             held = held + load_row(queries[m], query_at, everywhere, D, 1, TILE, TILES)
     for step in tl.range(first, tl.minimum(first + STEPS, steps), disable_licm=True):
         sample, tokens, live, rows = place(group_sample * steps + step, num_tokens, ROWS)
         own = held
         if HOLD and PER_TOKEN:
-            own = _queries(queries, query_strides, sample, tokens, live, M, D, TILE, TILES)
+            for m in tl.static_range(M):
+                query_at = _query_at(query_strides[m], sample, tokens, SHARED)
+                own = own + load_row(queries[m], query_at, live, D, 1, TILE, TILES)
         maxima, sums = (), ()
         for _ in tl.static_range(M):
             maxima = maxima + (tl.full((ROWS,), float("-inf"), tl.float32),)
@@ -97,7 +100,7 @@ def attend_blocks_kernel(
                     )  # fmt: skip
                     state = _attend_block(
                         values, place_of(entries, index), state, own, queries, query_strides, scores, inv_rms, sample,
-                        tokens, live, rows, num_blocks, num_rows, scale, eps, M, D, TILE, TILES, HOLD,
+                        tokens, live, rows, num_blocks, num_rows, scale, eps, M, D, TILE, TILES, SHARED, HOLD,
                     )  # fmt: skip
         else:
             offsets = sample * block_strides[0][0] + tokens * block_strides[0][1]
@@ -112,7 +115,7 @@ def attend_blocks_kernel(
                     following = to_fp32(following) if MIXED else following
                 state = _attend_block(
                     values, i, state, own, queries, query_strides, scores, inv_rms, sample, tokens, live, rows,
-                    num_blocks, num_rows, scale, eps, M, D, TILE, TILES, HOLD,
+                    num_blocks, num_rows, scale, eps, M, D, TILE, TILES, SHARED, HOLD,
                 )  # fmt: skip
         maxima, sums, mixtures = state
         for m in tl.static_range(M):
@@ -126,7 +129,8 @@ def attend_blocks_kernel(
 def _attend_block(
     values, i, state, held, queries, query_strides, scores, inv_rms, sample, tokens, live, rows,
     num_blocks, num_rows, scale, eps,
-    M: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, HOLD: tl.constexpr,
+    M: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, SHARED: tl.constexpr,
+    HOLD: tl.constexpr,
 ):  # fmt: skip
     """One step of the running softmax of every query."""
     norm = tl.rsqrt(dot(values, values) / D + eps)
@@ -136,7 +140,7 @@ def _attend_block(
         if HOLD:
             query = held[m * TILES : (m + 1) * TILES]
         else:
-            query_at = sample * query_strides[m][0] + tokens * query_strides[m][1]
+            query_at = _query_at(query_strides[m], sample, tokens, SHARED)
             query = load_row(queries[m], query_at, live, D, 1, TILE, TILES)
         score = scale * norm * dot(query, values)
         tl.store(scores + (m * num_blocks + i) * num_rows + rows, score, mask=live)
@@ -145,15 +149,13 @@ def _attend_block(
 
 
 @triton.jit
-def _queries(
-    queries, query_strides, sample, tokens, live,
-    M: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
-):  # fmt: skip
-    found = ()
-    for m in tl.static_range(M):
-        query_at = sample * query_strides[m][0] + tokens * query_strides[m][1]
-        found = found + load_row(queries[m], query_at, live, D, 1, TILE, TILES)
-    return found
+def _query_at(query_strides, sample, tokens, SHARED: tl.constexpr):
+    """Where the query of a token is: known beforehand if all share it, which leaves registers for other things."""
+    if SHARED:
+        at = tl.zeros_like(tokens)
+    else:
+        at = sample * query_strides[0] + tokens * query_strides[1]
+    return at
 
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=VIEWS)
@@ -233,6 +235,7 @@ def blocks_gradient_kernel(
     ROWS: tl.constexpr,
     STEPS: tl.constexpr,
     PER_TOKEN: tl.constexpr,
+    SHARED: tl.constexpr,
 ):
     num_rows = num_rows.to(tl.int64)
     query_sums = zeros(ROWS, TILE, M * TILES)
@@ -242,16 +245,12 @@ def blocks_gradient_kernel(
     for step in tl.range(first, tl.minimum(first + STEPS, steps), disable_licm=True):
         sample, tokens, live, rows = place(group_sample * steps + step, num_tokens, ROWS)
         at = rows * D
-        upstream, shared, factors = (), (), ()
+        upstream, opened = (), ()
         for m in tl.static_range(M):
-            gradient = load_row(grads[m], at, live, D, 1, TILE, TILES)
-            if m == 0 and opening is not None:
-                shared = shared + (dot(load_row(opening, at, live, D, 1, TILE, TILES), gradient),)
-                factors = factors + (factor,)
-            else:
-                shared = shared + (-tl.load(grad_lse + m * num_rows + rows, mask=live, other=0.0),)
-                factors = factors + (1.0,)
-            upstream = upstream + gradient
+            upstream = upstream + load_row(grads[m], at, live, D, 1, TILE, TILES)
+        if opening is not None:
+            result = load_row(opening, at, live, D, 1, TILE, TILES)
+            opened = opened + (dot(result, upstream[:TILES]),)
         if entries is not None:
             for kind in tl.static_range(len(blocks)):
                 for index in range(bounds[kind], bounds[kind + 1]):
@@ -260,18 +259,18 @@ def blocks_gradient_kernel(
                     )
                     target, i = target_of(entries, index, block_grads[kind]), place_of(entries, index)
                     query_sums = _block_gradient(
-                        values, i, query_sums, target, i < num_added, upstream, shared, factors, queries,
-                        query_strides, lse, scores, inv_rms, sample, tokens, live, rows, num_blocks, num_rows, scale, M,
-                        D, TILE, TILES,
+                        values, i, query_sums, target, i < num_added, upstream, opened, factor, queries,
+                        query_strides, grad_lse, lse, scores, inv_rms, sample, tokens, live, rows, num_blocks, num_rows,
+                        scale, M, D, TILE, TILES, SHARED,
                     )  # fmt: skip
         for i in tl.static_range(N):
             if i < num_blocks:
                 offsets = sample * block_strides[i][0] + tokens * block_strides[i][1]
                 values = load_row(blocks[i], offsets, live, D, 1, TILE, TILES)
                 query_sums = _block_gradient(
-                    values, i, query_sums, block_grads[i], i < num_added, upstream, shared, factors, queries,
-                    query_strides, lse, scores, inv_rms, sample, tokens, live, rows, num_blocks, num_rows, scale, M,
-                    D, TILE, TILES,
+                    values, i, query_sums, block_grads[i], i < num_added, upstream, opened, factor, queries,
+                    query_strides, grad_lse, lse, scores, inv_rms, sample, tokens, live, rows, num_blocks, num_rows,
+                    scale, M, D, TILE, TILES, SHARED,
                 )  # fmt: skip
         if PER_TOKEN:
             for m in tl.static_range(M):
@@ -284,51 +283,59 @@ def blocks_gradient_kernel(
 
 @triton.jit
 def _block_gradient(
-    values, i, query_sums, target, added, upstream, shared, factors, queries, query_strides, lse, scores, inv_rms,
-    sample, tokens, live, rows, num_blocks, num_rows, scale,
-    M: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+    values, i, query_sums, target, added, upstream, opened, factor, queries, query_strides, grad_lse, lse, scores,
+    inv_rms, sample, tokens, live, rows, num_blocks, num_rows, scale,
+    M: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """Store dv = sum over queries of a dh + scale r ds q, minus (r^2 / D) (sum of ds s) v; the queries' sums go on."""
     norm = tl.load(inv_rms + i * num_rows + rows, mask=live, other=0.0)
     key_term = tl.zeros_like(norm)
-    weights = _weights(scores, lse, i, num_blocks, num_rows, rows, live, M)
     of_upstream, of_query = (), ()
     for m in tl.static_range(M):
-        product = factors[m] * dot(values, upstream[m * TILES : (m + 1) * TILES])
-        grad_score = weights[m] * (product - shared[m])
-        score = tl.load(scores + (m * num_blocks + i) * num_rows + rows, mask=live, other=0.0)
+        product = dot(values, upstream[m * TILES : (m + 1) * TILES])
+        score, weight = _score_and_weight(scores, lse, m, i, num_blocks, num_rows, rows, live)
+        if m == 0 and len(opened) == 1:
+            grad_score = weight * (factor * product - opened[0])
+            weight *= factor
+        else:  # loaded for every source: registers are scarcer than the first cache
+            grad_score = weight * (product + tl.load(grad_lse + m * num_rows + rows, mask=live, other=0.0))
         key_term += grad_score * score
-        of_upstream = of_upstream + (factors[m] * weights[m],)
+        of_upstream = of_upstream + (weight,)
         of_query = of_query + (scale * norm * grad_score,)
     if target is not None:
         _store_gradient(
             target, added, rows * D, values, upstream, queries, query_strides, of_upstream, of_query,
-            -norm * norm * key_term / D, sample, tokens, live, M, D, TILE, TILES,
+            -norm * norm * key_term / D, sample, tokens, live, M, D, TILE, TILES, SHARED,
         )  # fmt: skip
     return plus_products(query_sums, values, of_query, M, TILES)
 
 
 @triton.jit
+def _score_and_weight(scores, lse, m, i, num_blocks, num_rows, rows, live):
+    """Of source `i`, for query `m`."""
+    score = tl.load(scores + (m * num_blocks + i) * num_rows + rows, mask=live, other=0.0)
+    return score, tl.exp(score - tl.load(lse + m * num_rows + rows, mask=live, other=0.0))
+
+
+@triton.jit
 def _weights(scores, lse, i, num_blocks, num_rows, rows, live, M: tl.constexpr):
-    """Of source `i`, for every query."""
     found = ()
     for m in tl.static_range(M):
-        score = tl.load(scores + (m * num_blocks + i) * num_rows + rows, mask=live, other=0.0)
-        found = found + (tl.exp(score - tl.load(lse + m * num_rows + rows, mask=live, other=0.0)),)
+        found = found + (_score_and_weight(scores, lse, m, i, num_blocks, num_rows, rows, live)[1],)
     return found
 
 
 @triton.jit
 def _store_gradient(
     target, added, at, values, upstream, queries, query_strides, of_upstream, of_query, of_value, sample, tokens, live,
-    M: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+    M: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     for c in tl.static_range(TILES):
         column = columns(c, D, 1, TILE, TILES)[None, :]
         mask = inside(live, c, D, 1, TILE, TILES)
         gradient = of_value[:, None] * values[c].to(tl.float32)
         for m in tl.static_range(M):
-            query_at = sample * query_strides[m][0] + tokens * query_strides[m][1]
+            query_at = _query_at(query_strides[m], sample, tokens, SHARED)
             query = tl.load(queries[m] + query_at[:, None] + column, mask=mask, other=0.0).to(tl.float32)
             gradient += of_upstream[m][:, None] * upstream[m * TILES + c].to(tl.float32)
             gradient += of_query[m][:, None] * query
