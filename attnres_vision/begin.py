@@ -106,6 +106,8 @@ def tell_other_stream(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     assert isinstance(begin, Begin)
     streams = [argument(args, kwargs, entry.position, entry.keyword) for entry in begin.arguments]
     if len(streams) == 2 and all(isinstance(stream, DepthStream) for stream in streams):
+        for stream in streams:  # before it is copied: a copy would make the sum that the mean takes once more
+            stream.settle()
         for entry, stream, other in zip(begin.arguments, streams, reversed(streams), strict=True):
             told = dataclasses.replace(stream, other=other.sources()[-1].mean(1))
             args, kwargs = replaced(args, kwargs, entry.position, entry.keyword, told)

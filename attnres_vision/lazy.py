@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import timm.layers
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnres_vision.ops import Norm, decomposed, dispatch, operator
-from attnres_vision.ops.reference import autocast_enabled, promoted_dtype
+from attnres_vision.ops.reference import norm_is_fp32, promoted
 
 if TYPE_CHECKING:
     from attnres_vision.stream import DepthStream
@@ -41,42 +42,57 @@ class LazyRead:
     def layer_norm(
         self, shape: Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
     ) -> Tensor:
-        """`F.layer_norm(self, ...)`, fused where one dtype and the width allow it."""
-        if tuple(shape) != self._sources[0].shape[-1:] or not self._same_result(weight, bias):
+        """`F.layer_norm(self, ...)`, fused where the dtypes and the width allow it."""
+        fp32 = norm_is_fp32("layer_norm", self.device.type)
+        if tuple(shape) != self.shape[-1:] or not self._can_fuse(fp32, weight, bias):
             return F.layer_norm(self.tensor(), list(shape), weight, bias, eps)
-        return self._read(Norm("layer", eps, weight, bias))
+        return self._read(Norm("layer", eps, weight, bias), fp32)
 
     def rms_norm(self, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
         """`F.rms_norm(self, ...)`, likewise."""
-        if tuple(shape) != self._sources[0].shape[-1:] or eps is None or not self._same_result(weight):
+        fp32 = norm_is_fp32("rms_norm", self.device.type)
+        if tuple(shape) != self.shape[-1:] or eps is None or not self._can_fuse(fp32, weight):
             return F.rms_norm(self.tensor(), list(shape), weight, eps)
-        return self._read(Norm("rms", eps, weight))
+        return self._read(Norm("rms", eps, weight), fp32)
 
-    def _same_result(self, *parameters: Tensor | None) -> bool:
-        """Whether the fused norm returns what PyTorch's would, dtype and all: one dtype, no autocast."""
-        operands = [*self._sources, *(parameter for parameter in parameters if parameter is not None)]
-        one_dtype = all(operand.dtype == self._sources[0].dtype for operand in operands)
-        return one_dtype and not autocast_enabled(self._sources[0].device.type)
+    def _can_fuse(self, fp32: bool, *parameters: Tensor | None) -> bool:
+        """Whether the fused norm returns what PyTorch's would, dtype and all; `fp32` if autocast makes that fp32."""
+        dtypes = {parameter.dtype for parameter in parameters if parameter is not None}
+        if fp32:
+            return self._kernel() == "triton" and torch.float64 not in dtypes
+        return dtypes <= {self.dtype}
 
-    def _read(self, norm: Norm | None = None) -> Tensor:
-        kernel = dispatch.choose(self._sources, self._options.get("heads", 1))
+    def _kernel(self) -> str:
+        return dispatch.choose(self._sources, self._options.get("heads", 1))
+
+    def _read(self, norm: Norm | None = None, fp32_norm: bool = False) -> Tensor:
+        kernel = self._kernel()
         stream, sources = self._stream, self._sources
         if stream is not None and stream.hides_gradient(stream.pending):
             stream.settle()
+        options = {**self._options, "norm": norm, "kernel": kernel, "fp32_norm": fp32_norm}
         if stream is None:
-            return operator.depth_attention(sources, self._query, norm=norm, kernel=kernel, **self._options)
+            return operator.depth_attention(sources, self._query, **options)
         if stream.pending is None:  # somebody else has made the sum since
             assert stream.partial is not None
             sources = (*sources[:-1], stream.partial)
-            return operator.depth_attention(sources, self._query, norm=norm, kernel=kernel, **self._options)
-        out, total = operator.depth_attention(
-            sources, self._query, add=stream.pending, norm=norm, kernel=kernel, **self._options
-        )
+            return operator.depth_attention(sources, self._query, **options)
+        fp32_sum = stream.sum_dtype(stream.pending) == torch.float32
+        out, total = operator.depth_attention(sources, self._query, add=stream.pending, fp32_sum=fp32_sum, **options)
         stream.settle(total)
         return out
 
     # What adaLN modules ask of their input before they norm it
-    dtype = property(lambda self: promoted_dtype(self._sources))
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the hidden states."""
+        dtypes = [source.dtype for source in self._sources]
+        if self._stream is not None and self._stream.pending is not None:
+            dtypes.append(self._stream.sum_dtype(self._stream.pending))
+        if "earlier" in self._options:
+            dtypes.append(self._options["earlier"].dtype)
+        return promoted(dtypes)
+
     device = property(lambda self: self._sources[0].device)
     shape = property(lambda self: self._sources[0].shape)
 
@@ -110,9 +126,9 @@ _FORWARDS = (
 WRAPPERS: dict[Callable, str] = {}
 
 
-def may_be_lazy(module: nn.Module, reader: nn.Module) -> bool:
+def may_be_lazy(module: nn.Module, reader: nn.Module, kernel: str) -> bool:
     """Whether `module` can be given a LazyRead: a LayerNorm in eager mode, and no hook but ours looks at the read."""
-    if decomposed.is_needed() or len(module._forward_pre_hooks) > 1 or not _is_plain(module, pre_hooks=False):
+    if decomposed.is_needed(kernel) or len(module._forward_pre_hooks) > 1 or not _is_plain(module, pre_hooks=False):
         return False
     wrapped = WRAPPERS.get(type(module).forward)
     norm = module if wrapped is None else getattr(module, wrapped)

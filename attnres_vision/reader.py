@@ -125,7 +125,7 @@ class DepthAttention(nn.Module):
             if len(sources) != 1 and not self.unused:
                 raise ValueError(f"reader {self.name!r} reads only the embedding, got {len(sources)} sources")
             return stream.total()
-        if ops.decomposed.is_needed():
+        if ops.decomposed.is_needed(self._kernel(stream)):
             return ops.depth_attention(stream.sources(), self.compute_query(stream), **self._options())
         read = self.lazy(stream)
         return read.tensor() if isinstance(read, LazyRead) else read
@@ -199,6 +199,9 @@ class DepthAttention(nn.Module):
         """Whether the query is few numbers, so that it need not be kept as two factors for backward."""
         return self.config.rank is None or self.kind in ("static", "condition")
 
+    def _kernel(self, stream: DepthStream) -> str:
+        return ops.dispatch.choose(stream.blocks, self.config.heads)
+
     def _options(self) -> dict[str, Any]:
         config = self.config
         return {"eps": config.key_eps, "scale": config.scale, "form": config.form, "heads": config.heads}
@@ -259,7 +262,7 @@ def replaced(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, keywo
 
 def _read(module: nn.Module, depth: DepthAttention, stream: DepthStream) -> Tensor | LazyRead:
     plain = stream.channel_dim == -1 and stream.bounds is None and stream.cast is None
-    lazy = depth.query is not None and plain and may_be_lazy(module, depth)
+    lazy = depth.query is not None and plain and may_be_lazy(module, depth, depth._kernel(stream))
     return depth.lazy(stream) if lazy else depth(stream)
 
 
@@ -270,7 +273,10 @@ def check_gradients(stream: DepthStream, depth: DepthAttention) -> None:
     read may be in a checkpoint itself, so the gradient mode says nothing.
     """
     embedding = stream.blocks[0]
-    if embedding.requires_grad and not stream.sources()[-1].requires_grad and embedding.grad_fn is not None:
+    # Not `sources()`, which would make the sum that the final read's kernel makes
+    newest = [value for value in (stream.partial, stream.pending) if value is not None] or [stream.blocks[-1]]
+    has_gradients = any(value.requires_grad for value in newest)
+    if embedding.requires_grad and not has_gradients and embedding.grad_fn is not None:
         raise RuntimeError(
             f"{depth.name!r} of an AttnRes model reads layer outputs that were computed without gradients, although "
             "the embedding has them. Reentrant gradient checkpointing cannot carry a DepthStream: use "

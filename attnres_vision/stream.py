@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from attnres_vision.ops import decomposed, dispatch
 from attnres_vision.ops.collect import collect
+from attnres_vision.ops.reference import promoted
 from attnres_vision.ops.two_phase import Earlier
 from attnres_vision.refusals import refusal, refuse, refuse_operators
 from attnres_vision.stream_part import StreamPart
@@ -102,15 +103,21 @@ class DepthStream:
         return dataclasses.replace(self, partial=self._sum(delta), part=part, uncast=None)
 
     def _sum(self, delta: Tensor) -> Tensor:
-        """The partial sum with `delta`, in the dtype of the host's stream, the embedding's: fp32 under autocast."""
         assert self.partial is not None
-        return self.partial.to(torch.promote_types(self.partial.dtype, self.dtype)) + delta
+        return self.partial.to(self.sum_dtype(delta)) + delta
+
+    def sum_dtype(self, delta: Tensor) -> torch.dtype:
+        """The dtype of the partial sum with `delta`: the host's stream's, the embedding's, so fp32 under autocast."""
+        assert self.partial is not None
+        return promoted([self.partial.dtype, self.dtype, delta.dtype])
 
     def _may_wait(self, delta: Tensor) -> bool:
-        """Whether the next reader can make the sum: in a Triton kernel, of plain sources of one dtype."""
-        plain = self.channel_dim == -1 and self.cast is None and self.bounds is None and not decomposed.is_needed()
-        same = self.partial is not None and self.partial.dtype == self.dtype == delta.dtype
-        return plain and same and not self.hides_gradient(delta) and dispatch.choose((delta,), 1) == "triton"
+        """Whether the next reader can make the sum: in a Triton kernel, of plain sources."""
+        plain = self.channel_dim == -1 and self.cast is None and self.bounds is None
+        if not plain or self.partial is None or self.hides_gradient(delta):
+            return False
+        kernel = dispatch.choose((self.blocks[0], self.partial, delta), 1)
+        return kernel == "triton" and not decomposed.is_needed(kernel)
 
     def __add__(self, delta: Tensor) -> DepthStream:
         return self.write(delta)
@@ -235,17 +242,15 @@ class DepthStream:
         """The stream as one of another dtype: reads and sums change, the finished sources stay as they are."""
         if dtype == self.dtype:
             return self
-        if dtype != self.blocks[0].dtype:
-            self.settle()
-            return dataclasses.replace(self, cast=dtype, uncast=self)
         self.settle()
+        if dtype != self.blocks[0].dtype:
+            return dataclasses.replace(self, cast=dtype, uncast=self)
         partial = None if self.partial is None else self.partial.to(dtype)
         return dataclasses.replace(self, partial=partial, cast=None, ahead=None)
 
     def _with_vectors(self, function: Callable[[Tensor], Tensor]) -> DepthStream:
         """`map` that also changes the stream's conditions."""
-        vectors = (self.condition, self.other)
-        condition, other = (None if vector is None else function(vector) for vector in vectors)
+        condition, other = (None if v is None else function(v) for v in (self.condition, self.other))
         return dataclasses.replace(self.map(function), condition=condition, other=other)
 
     def float(self) -> DepthStream:
@@ -280,15 +285,11 @@ class DepthStream:
         if whole is not None:
             return whole
         streams = [part for part in parts if isinstance(part, DepthStream)]
-        if any(
-            len(part.blocks) != len(first.blocks) or (part.partial is None) != (first.partial is None)
-            for part in streams
-        ):
+        if len({(len(part.blocks), part.partial is None) for part in streams}) > 1:
             refuse("torch.cat of streams with different numbers of sources")
+        rest = len(first.sources()) - 1
         columns = [
-            part.sources()
-            if isinstance(part, DepthStream)
-            else (part, *[torch.zeros_like(part)] * (len(first.sources()) - 1))
+            part.sources() if isinstance(part, DepthStream) else (part, *[torch.zeros_like(part)] * rest)
             for part in parts
         ]
         joined = tuple(torch.cat(rows, dim) for rows in zip(*columns, strict=True))

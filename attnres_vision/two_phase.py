@@ -72,7 +72,7 @@ def has_read_for(reader: DepthAttention, stream: DepthStream) -> bool:
 
     It may not: a host leaves layers out, a layer is replaced by another, the layers before run without gradients.
     """
-    if stream.ahead is None or reader not in stream.ahead:
+    if stream.ahead is None or reader not in stream.ahead or decomposed.is_needed():
         return False
     earlier = stream.ahead[reader]
     newer = len(stream.blocks) + (stream.partial is not None) - earlier.count

@@ -37,7 +37,10 @@ class Inputs(NamedTuple):
 
 
 class Options(NamedTuple):
-    """The rest. `factor` is n or 1 (form="sum" or "mean"); `norm` is "", "layer" or "rms"; `kernel` eager or triton."""
+    """The rest. `factor` is n or 1 (form="sum" or "mean"); `norm` is "", "layer" or "rms"; `kernel` eager or triton.
+
+    `fp32_sum`: the sum with `add` is fp32, whatever it is of; `fp32_norm`: the norm is, whatever h is (kernels only).
+    """
 
     kernel: str
     norm: str
@@ -46,6 +49,8 @@ class Options(NamedTuple):
     scale: float
     factor: float
     heads: int
+    fp32_sum: bool = False
+    fp32_norm: bool = False
 
 
 class Saved(NamedTuple):

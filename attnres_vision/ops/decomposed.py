@@ -25,7 +25,9 @@ def is_needed(kernel: str = "eager") -> bool:
     compiler takes it as it is, which is right for the Triton kernels; on a CPU inductor makes more of the loop.
     """
     compiling = torch.compiler.is_compiling() and (kernel == "eager" or torch.compiler.is_exporting())
-    return compiling or torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    # Not `is not None`: dynamo takes the None for an object
+    transforming = isinstance(torch._C._functorch.peek_interpreter_stack(), torch._C._functorch.CInterpreter)
+    return compiling or transforming or forward_ad._current_level >= 0
 
 
 def depth_attention(

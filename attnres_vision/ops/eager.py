@@ -31,7 +31,7 @@ def forward(sources: Sequence[Tensor], inputs: Inputs, options: Options) -> Resu
     """(h or its norm, the sum that is the last source, weights, scores, 1/rms, mean, rstd)."""
     partial = sources[0].new_empty(0)
     if inputs.add is not None:
-        partial = sources[-1] + inputs.add
+        partial = (sources[-1].float() if options.fp32_sum else sources[-1]) + inputs.add
         sources = [*sources[:-1], partial]
     query = token_query(inputs, compute_dtype(promoted_dtype(sources)))
     out, weights, scores, inv_rms = read_forward(
@@ -151,6 +151,7 @@ def empty_results(sources: Sequence[Tensor], inputs: Inputs, options: Options) -
     partial_dtype = first.dtype
     if inputs.add is not None:
         partial_shape, partial_dtype = shape, torch.promote_types(sources[-1].dtype, inputs.add.dtype)
+        partial_dtype = torch.float32 if options.fp32_sum else partial_dtype
         sources = [*sources[:-1], first.new_empty(shape, dtype=partial_dtype)]
     dtypes = [*sources, *([inputs.mixed] if inputs.mixed is not None else [])]
     out_dtype = promoted_dtype(dtypes)
@@ -161,7 +162,7 @@ def empty_results(sources: Sequence[Tensor], inputs: Inputs, options: Options) -
     mean = (*shape[:-1], 1) if options.norm == "layer" else (0,)
     rstd = (*shape[:-1], 1) if options.norm else (0,)
     return (
-        first.new_empty(shape, dtype=out_dtype),
+        first.new_empty(shape, dtype=torch.float32 if options.fp32_norm else out_dtype),
         first.new_empty(partial_shape, dtype=partial_dtype),
         first.new_empty((*stats, options.heads), dtype=dtype),
         first.new_empty((*stats, options.heads), dtype=dtype),

@@ -46,13 +46,17 @@ def depth_attention(
     low_rank: tuple[Tensor, Tensor] | None = None,
     earlier: Earlier | None = None,
     kernel: str = "eager",
+    fp32_sum: bool = False,
+    fp32_norm: bool = False,
 ) -> Any:
-    """`attnres_vision.ops.depth_attention`, which documents the arguments, and three that only the library uses.
+    """`attnres_vision.ops.depth_attention`, which documents the arguments, and some that only the library uses.
 
     Args:
         low_rank: left (..., r) and right (D, r): the query of a token is `query + left @ right.T`.
         earlier: what two_phase.py has attended over before.
         kernel: "eager" or "triton" (dispatch.py chooses).
+        fp32_sum: the sum with `add` is made in fp32, as the host's stream is, whatever the two are.
+        fp32_norm: the norm's result is fp32, whatever h is, as under autocast on a GPU; for kernel "triton".
     """
     left, right = low_rank or (None, None)
     mixed, lse = (None, None) if earlier is None else (earlier.mean(), earlier.lse)
@@ -61,8 +65,10 @@ def depth_attention(
     parameters = () if fused is None else (fused.weight, fused.bias, fused.scale, fused.shift)
     inputs = Inputs(query, left, right, add, mixed, lse, *parameters)
     kind, norm_eps = ("", 0.0) if fused is None else (fused.kind, fused.eps)
-    options = Options(kernel, kind, norm_eps, eps, scale, factor, heads)
-    gradients = [gradient_of(source) for source in sources] if torch.is_grad_enabled() else []
+    options = Options(kernel, kind, norm_eps, eps, scale, factor, heads, fp32_sum, fp32_norm)
+    # A compiler sees the operator alone: autograd then adds its gradients to what other readers have collected
+    collecting = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    gradients = [gradient_of(source) for source in sources] if collecting else []
     if add is not None and gradients:
         gradients[-1] = None  # the last source is the sum then
     if any(gradient is not None for gradient in gradients) or (earlier is not None and gradients):
@@ -103,10 +109,12 @@ def forward_op(
     scale: float,
     factor: float,
     heads: int,
+    fp32_sum: bool,
+    fp32_norm: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(h or its norm, sum that is the last source, weights, scores, 1/rms, mean, rstd); empty where there is none."""
     inputs = Inputs(query, left, right, add, mixed, lse, norm_weight, norm_bias, norm_scale, norm_shift)
-    options = Options(kernel, norm, norm_eps, eps, scale, factor, heads)
+    options = Options(kernel, norm, norm_eps, eps, scale, factor, heads, fp32_sum, fp32_norm)
     return _implementation(kernel).forward(sources, inputs, options)
 
 
@@ -137,6 +145,8 @@ def backward_op(
     scale: float,
     factor: float,
     heads: int,
+    fp32_sum: bool,
+    fp32_norm: bool,
     needs_grad: list[bool],
 ) -> list[Tensor]:
     """Gradients of (*sources, *Inputs without add), those that `needs_grad` marks; `sources` ends with the sum."""
@@ -146,7 +156,7 @@ def backward_op(
         sources,
         inputs,
         Saved(weights, scores, inv_rms, mean, rstd),
-        Options(kernel, norm, norm_eps, eps, scale, factor, heads),
+        Options(kernel, norm, norm_eps, eps, scale, factor, heads, fp32_sum, fp32_norm),
         needs_grad,
         [None] * len(sources),
     )
@@ -226,7 +236,8 @@ def _with_add(grads: list[Tensor | None], num_sources: int, ctx: Any) -> list[Te
     last = grads[num_sources - 1]
     add = None
     if ctx.add_dtype is not None and last is not None:
-        add, grads[num_sources - 1] = last.to(ctx.add_dtype), last.to(ctx.last_dtype)
+        add = last.to(ctx.add_dtype)
+        grads[num_sources - 1] = add if ctx.last_dtype == ctx.add_dtype else last.to(ctx.last_dtype)
     place = num_sources + Inputs._fields.index("add")
     return [*grads[:place], add, *grads[place:]]
 

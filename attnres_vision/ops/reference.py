@@ -49,9 +49,13 @@ def align_query(query: Tensor, source: Tensor) -> Tensor:
 
 def promoted_dtype(sources: Sequence[Tensor]) -> torch.dtype:
     """The dtype of a sum of the sources, which is the dtype of a read."""
-    dtypes = {source.dtype for source in sources}
-    if len(dtypes) == 1:
-        return sources[0].dtype
+    return promoted([source.dtype for source in sources])
+
+
+def promoted(dtypes: Sequence[torch.dtype]) -> torch.dtype:
+    """Likewise, of dtypes."""
+    if len(set(dtypes)) == 1:
+        return dtypes[0]
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
@@ -64,6 +68,17 @@ def no_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
     """Scores stay in fp32 under autocast too; entering a disabled autocast costs microseconds, so only if needed."""
     enabled = autocast_enabled(device_type)
     return torch.autocast(device_type, enabled=False) if enabled else contextlib.nullcontext()
+
+
+def norm_is_fp32(name: str, device_type: str) -> bool:
+    """Whether autocast makes aten's `name` compute in fp32 and return it: on GPUs it does, on a CPU it leaves norms."""
+    return autocast_enabled(device_type) and _autocast_knows(name, device_type)
+
+
+@torch.compiler.assume_constant_result  # dynamo cannot trace the look-up
+def _autocast_knows(name: str, device_type: str) -> bool:
+    key = f"Autocast{device_type.upper()}"
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)
 
 
 def autocast_enabled(device_type: str) -> bool:

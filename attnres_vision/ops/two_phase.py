@@ -95,6 +95,11 @@ class Earlier:
         """How many blocks."""
         return len(self.group.kept) - 2
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the mean."""
+        return promoted_dtype(self.group.kept[:-2])
+
     def mean(self) -> Tensor:
         """(..., D), without an edge to the graph. Asked for a second time (checkpointing) it is mixed again."""
         group, index = self.group, self.index

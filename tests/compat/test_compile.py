@@ -1,6 +1,7 @@
 """torch.compile and torch.export on AttnRes models. Inductor needs a C++ compiler; without one its tests skip."""
 
 import copy
+import operator
 import shutil
 from collections.abc import Iterator
 from typing import Any
@@ -8,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager
 
+from attnres_vision.ops import backend
 from tests.compat.models import attached, images
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
@@ -65,6 +68,40 @@ def test_whole_graph_forward_and_backward(name: str, config: dict) -> None:
     """fullgraph=True: nothing in the library breaks the graph; with AOT autograd, as inductor traces it."""
     model = attached(name, config, depth=2).train()
     assert_same_step(model, torch.compile(model, fullgraph=True, backend="aot_eager"))
+
+
+@pytest.mark.parametrize(
+    ("config", "sums"), [({"block_size": 3}, 2), (TOKEN, 0), ({"mode": "full", "heads": 2}, 0)], ids=str
+)
+def test_the_kernels_stay_fused_in_a_whole_graph(config: dict, sums: int, triton_device: str) -> None:
+    """Every read is one operator, with its norm, and with the sum before it where no query is made from that."""
+    model = attached("vit", config, depth=2).train().to(triton_device)
+    graphs = []
+
+    def recording(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graphs.append(graph.graph)
+        return aot_eager(graph, inputs)
+
+    with backend("triton"):
+        assert_same_step(model, torch.compile(model, fullgraph=True, backend=recording))
+    (graph,) = graphs
+    reads = [node for node in graph.nodes if node.target is torch.ops.attnres_vision.depth_attention.default]
+    names = [argument.name for argument in torch.ops.attnres_vision.depth_attention.default._schema.arguments]
+    arguments = [dict(zip(names, node.args, strict=False)) for node in reads]
+    assert [read["norm"] for read in arguments] == ["layer"] * 4
+    assert sum(read["add"] is not None for read in arguments) == sums
+    functions = [node.target for node in graph.nodes]
+    assert functions.count(torch.nn.functional.layer_norm) == 1  # of the embedding
+    if config == {"block_size": 3}:  # the position embedding's
+        assert sum(function in (operator.add, operator.iadd, torch.add) for function in functions) == 1
+
+
+def test_checkpointed_blocks_between_compiled_frames_keep_the_kernels(triton_device: str) -> None:
+    """Where the graph breaks, eager and compiled readers share the sources."""
+    model = attached("vit", {"block_size": 3}, depth=2).train().to(triton_device)
+    model.set_grad_checkpointing()
+    with backend("triton"):
+        assert_same_step(model, torch.compile(model, fullgraph=False, backend="aot_eager"))
 
 
 @pytest.mark.parametrize("name", ["cait", "xcit"])

@@ -54,6 +54,7 @@ def gradient_kernel(
     num_blocks,
     num_tokens,
     num_rows,
+    num_steps,  # row tiles per program
     scale,
     factor,
     N: tl.constexpr,
@@ -64,20 +65,20 @@ def gradient_kernel(
     TILE: tl.constexpr,
     TILES: tl.constexpr,
     ROWS: tl.constexpr,
-    STEPS: tl.constexpr,  # row tiles per program
     PER_TOKEN: tl.constexpr,  # every token has its query: the gradient is not summed
     ACCUMULATE: tl.constexpr,
     HOLD: tl.constexpr,
+    HIDDEN: tl.constexpr,  # dtype of h, which the norm saw
 ):
     num_rows = num_rows.to(tl.int64)
     query_sum = zeros(ROWS, TILE, HEADS * TILES)
     scaled_sum = zeros(ROWS, TILE, HEADS * TILES)
     plain_sum = zeros(ROWS, TILE, HEADS * TILES)
     steps = tl.cdiv(num_tokens, ROWS)  # of one sample
-    groups = tl.cdiv(steps, STEPS)
-    group_sample, first = tl.program_id(0) // groups, (tl.program_id(0) % groups) * STEPS
+    groups = tl.cdiv(steps, num_steps)
+    group_sample, first = tl.program_id(0) // groups, (tl.program_id(0) % groups) * num_steps
     # Hoisting what the sources have out of this loop would fill the registers with addresses
-    for step in tl.range(first, tl.minimum(first + STEPS, steps), disable_licm=True):
+    for step in tl.range(first, tl.minimum(first + num_steps, steps), disable_licm=True):
         sample, tokens, live, rows = place(group_sample * steps + step, num_tokens, ROWS)
         at = rows * D
         last_at = num_blocks * num_rows + rows  # of the statistics
@@ -127,8 +128,8 @@ def gradient_kernel(
                     )  # fmt: skip
         if rstd is not None:
             upstream, scaled_sum, plain_sum = norm_gradient(
-                upstream, total, scaled_sum, plain_sum, grad_out, norm_weight, norm_scale, mean, rstd, sample, rows,
-                live, D, HEADS, TILE, TILES,
+                upstream, total, scaled_sum, plain_sum, norm_weight, norm_scale, mean, rstd, sample, rows, live,
+                HIDDEN, D, HEADS, TILE, TILES,
             )  # fmt: skip
             shared = dot_by_head(upstream, total, HEADS, TILES)
             if grad_weights is not None:

@@ -23,6 +23,7 @@ from attnres_vision.ops.triton.rows import (
     inside,
     load_row,
     place,
+    rounded,
     store_row,
     to_fp32,
 )
@@ -71,6 +72,7 @@ def read_kernel(
     TILES: tl.constexpr,
     ROWS: tl.constexpr,
     MIXED: tl.constexpr,  # the blocks have several dtypes
+    HIDDEN: tl.constexpr,  # dtype of h, which a norm may take to a wider one
 ):
     sample, tokens, live, rows = place(tl.program_id(0), num_tokens, ROWS)
     num_rows = num_rows.to(tl.int64)  # times sources it may pass 2^31
@@ -129,8 +131,8 @@ def read_kernel(
     hidden = scaled(mixture, sums, factor, out, HEADS, TILES)
     if rstd is not None:
         hidden = _normed(
-            hidden, sample, rows, live, norm_weight, norm_bias, norm_scale, norm_shift, mean, rstd, norm_eps,
-            D, HEADS, TILE, TILES,
+            rounded(hidden, HIDDEN), sample, rows, live, norm_weight, norm_bias, norm_scale, norm_shift, mean, rstd,
+            norm_eps, D, HEADS, TILE, TILES,
         )  # fmt: skip
     store_row(out, rows * D, live, hidden, D, HEADS, TILE, TILES)
 

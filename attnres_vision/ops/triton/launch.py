@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from attnres_vision.ops import dispatch
 from attnres_vision.ops.arguments import Inputs, Options, Saved
 from attnres_vision.ops.collect import SourceGradient
 from attnres_vision.ops.eager import Results, empty_results, query_gradients, token_query
+from attnres_vision.ops.reference import promoted_dtype
 from attnres_vision.ops.triton import tiles
 from attnres_vision.ops.triton.backward import gradient_kernel
 from attnres_vision.ops.triton.forward import read_kernel
@@ -29,6 +31,7 @@ HELD_REGISTERS = 225
 # Tokens that one program of a backward kernel walks over before it writes its partial sums: 4 bytes per column and
 # group then stand against 4 n bytes per column and token.
 GROUP_TOKENS = 32
+MIN_PROGRAMS = 512  # or fewer tokens: a GPU has over a hundred multiprocessors, for several programs each
 
 
 def forward(sources: Sequence[Tensor], inputs: Inputs, options: Options) -> Results:
@@ -70,6 +73,7 @@ def forward(sources: Sequence[Tensor], inputs: Inputs, options: Options) -> Resu
             factor=options.factor,
             norm_eps=options.norm_eps,
             **rows.block_arguments(),
+            HIDDEN=_hidden_type([*sources[:-1], sources[-1] if add is None else partial], inputs),
             **constants(rows, tiling, options.heads),
         )
     return results
@@ -97,7 +101,7 @@ def gradients(
     heads, width = options.heads, rows.width
     tiling, hold = backward_tiling(width, heads, element_size(rows), len(rows.blocks))
     per_token = query.dim() > 1 and query.shape == sources[0].shape
-    steps = 1 if per_token and not options.norm else max(1, GROUP_TOKENS // tiling.rows)
+    steps = 1 if per_token and not options.norm else group_steps(rows, tiling)
     programs = rows.samples * -(-rows.tokens // (tiling.rows * steps))
     has_norm = bool(options.norm) and grad_out is not None
     if grad_out is None:  # only the weights or the sum have a gradient: rare, and not worth a case of its own
@@ -106,7 +110,10 @@ def gradients(
     targets, accumulate = gradient_targets(sources, needs_grad, collected)
     query_grad = scaled_sums = plain_sums = None
     if needs["query"] or needs["left"] or needs["right"]:
-        query_grad = saved.weights.new_empty(sources[0].shape if per_token else (programs, width))
+        stored = per_token and inputs.left is None  # as it is, not summed first
+        query_grad = saved.weights.new_empty(
+            sources[0].shape if per_token else (programs, width), dtype=query.dtype if stored else None
+        )
     if has_norm and any(needs[name] for name in names if name.startswith("norm_")):
         scaled_sums = saved.weights.new_empty(programs, width)
         plain_sums = torch.empty_like(scaled_sums)
@@ -140,13 +147,14 @@ def gradients(
             num_blocks=len(rows.blocks),
             num_tokens=rows.tokens,
             num_rows=rows.samples * rows.tokens,
+            num_steps=steps,
             scale=options.scale,
             factor=options.factor,
             **rows.block_arguments(targets[:-1]),
-            STEPS=steps,
             PER_TOKEN=per_token,
             ACCUMULATE=accumulate,
             HOLD=hold,
+            HIDDEN=_hidden_type(sources, inputs),
             **(all_registers() if hold else {}),
             **constants(rows, tiling, heads),
         )
@@ -175,6 +183,12 @@ def backward_tiling(width: int, heads: int, element_size: int, num_blocks: int) 
         if tiling.values <= values and tiling.load_bytes == 16 and padding < 1.34:
             return tiling, hold
     return tiles.tiling(width, heads, element_size, BACKWARD_VALUES), False
+
+
+def group_steps(rows: Rows, tiling: tiles.Tiling) -> int:
+    """How many row tiles a program of `gradient_kernel` walks over."""
+    row_tiles = rows.samples * -(-rows.tokens // tiling.rows)
+    return max(1, min(GROUP_TOKENS // tiling.rows, row_tiles // MIN_PROGRAMS))
 
 
 def all_registers() -> dict[str, int]:
@@ -221,6 +235,12 @@ def _norm_gradients(scaled: Tensor, plain: Tensor, inputs: Inputs, needs: dict[s
     if needs["norm_shift"] and shift is not None:
         found["norm_shift"] = plain.to(shift.dtype)
     return found
+
+
+def _hidden_type(sources: Sequence[Tensor], inputs: Inputs) -> tl.dtype:
+    """Triton's name of the dtype of h; `sources` ends with the sum, if there is one."""
+    dtype = promoted_dtype(sources if inputs.mixed is None else [*sources, inputs.mixed])
+    return getattr(tl, str(dtype).removeprefix("torch."))
 
 
 def constants(rows: Rows, tiling: tiles.Tiling, heads: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from attnres_vision.ops.arguments import Inputs
 from attnres_vision.ops.collect import SourceGradient
 from attnres_vision.ops.reference import promoted_dtype
 from attnres_vision.ops.triton import tiles
-from attnres_vision.ops.triton.launch import BACKWARD_VALUES, GROUP_TOKENS, constants
+from attnres_vision.ops.triton.launch import BACKWARD_VALUES, constants, group_steps
 from attnres_vision.ops.triton.layout import Rows, element_size, on_device, rows_of, strides
 from attnres_vision.ops.triton.two_phase import attend_blocks_kernel, blocks_gradient_kernel, mix_blocks_kernel
 
@@ -47,7 +47,8 @@ def forward(
         return [*means, lse, scores, inv_rms]
     rows, viewed = _rows(sources, queries)
     tiling, at_once = tiling_of(rows.width, element_size(rows), count)
-    grid = (rows.samples * -(-rows.tokens // (tiling.rows * FORWARD_STEPS)),)
+    steps = min(FORWARD_STEPS, group_steps(rows, tiling))
+    grid = (rows.samples * -(-rows.tokens // (tiling.rows * steps)),)
     with on_device(sources[0]):
         blocks = rows.block_arguments()
         for start in range(0, count, at_once):
@@ -62,11 +63,11 @@ def forward(
                 num_blocks=num,
                 num_tokens=rows.tokens,
                 num_rows=rows.samples * rows.tokens,
+                num_steps=steps,
                 scale=scale,
                 eps=eps,
                 factor=1.0 if start else factor,
                 M=len(viewed[part]),
-                STEPS=FORWARD_STEPS,
                 PER_TOKEN=_per_token(sources, queries),
                 SHARED=queries[0].dim() == 1,
                 HOLD=2 * tiling.values * at_once <= HELD_VALUES,
@@ -123,11 +124,11 @@ def gradients(
     rows, viewed = _rows(sources, queries)
     tiling, at_once = tiling_of(rows.width, element_size(rows), len(queries))
     per_token = _per_token(sources, queries)
-    steps = 1 if per_token else max(1, GROUP_TOKENS // tiling.rows)
+    steps = 1 if per_token else group_steps(rows, tiling)
     programs = rows.samples * -(-rows.tokens // (tiling.rows * steps))
     targets, num_added = _targets(sources, needs_grad, collected)
     shape = sources[0].shape if per_token else (programs, rows.width)
-    query_grads: list[Tensor] = [lse.new_empty(shape) for _ in queries]
+    query_grads = [lse.new_empty(shape, dtype=query.dtype if per_token else None) for query in queries]
     with on_device(sources[0]):
         blocks = rows.block_arguments(targets)
         for start in range(0, len(queries), at_once):
@@ -145,11 +146,11 @@ def gradients(
                 num_blocks=len(sources),
                 num_tokens=rows.tokens,
                 num_rows=rows.samples * rows.tokens,
+                num_steps=steps,
                 num_added=len(sources) if start else num_added,  # later passes add to what the first one wrote
                 scale=scale,
                 factor=factor,
                 M=len(viewed[part]),
-                STEPS=steps,
                 PER_TOKEN=per_token,
                 SHARED=queries[0].dim() == 1,
                 **blocks,

@@ -28,10 +28,10 @@ def mix(hidden, values, weights, at, live, factor, HEADS: tl.constexpr, TILES: t
 
 @triton.jit
 def norm_gradient(
-    upstream, hidden, scaled_sum, plain_sum, stored, norm_weight, norm_scale, mean, rstd, sample, rows, live,
-    D: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+    upstream, hidden, scaled_sum, plain_sum, norm_weight, norm_scale, mean, rstd, sample, rows, live,
+    HIDDEN: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """dh, rounded like `stored`, and the two sums with this tile added."""
+    """dh, rounded like h, and the two sums with this tile added."""
     inverse = tl.load(rstd + rows, mask=live, other=0.0)
     centre = tl.zeros_like(inverse)
     if mean is not None:
@@ -40,7 +40,7 @@ def norm_gradient(
     for c in tl.static_range(HEADS * TILES):
         column = columns(c, D, HEADS, TILE, TILES)[None, :]
         mask = inside(live, c, D, HEADS, TILE, TILES)
-        rounded = hidden[c].to(stored.dtype.element_ty).to(tl.float32)  # what the norm saw
+        rounded = hidden[c].to(HIDDEN).to(tl.float32)  # what the norm saw
         x = tl.where(mask, (rounded - centre[:, None]) * inverse[:, None], 0.0)
         grad = upstream[c].to(tl.float32)
         new_scaled = new_scaled + (scaled_sum[c] + grad * x,)
@@ -62,5 +62,5 @@ def norm_gradient(
     for c in tl.static_range(HEADS * TILES):
         mask = inside(live, c, D, HEADS, TILE, TILES)
         grad = inverse[:, None] * (grads[c] - average[:, None] - normed[c] * along[:, None])
-        result = result + (tl.where(mask, grad, 0.0).to(stored.dtype.element_ty),)
+        result = result + (tl.where(mask, grad, 0.0).to(HIDDEN),)
     return result, new_scaled, new_plain

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 # Arguments of the kernels that take every value: by default Triton compiles anew for 1 and for multiples of 16.
-COUNTS = ["num_blocks", "num_tokens", "num_rows", "num_added", "bounds"]
+COUNTS = ["num_blocks", "num_tokens", "num_rows", "num_steps", "num_added", "bounds"]
 # Statistics of one reader of several: views, which 16 bytes divide only for some numbers of rows. Likewise.
 VIEWS = ["lse", "grad_lse", "scores"]
 
@@ -69,6 +69,14 @@ def to_fp32(row):
     result = ()
     for c in tl.static_range(len(row)):
         result = result + (row[c].to(tl.float32),)
+    return result
+
+
+@triton.jit
+def rounded(row, DTYPE: tl.constexpr):
+    result = ()
+    for c in tl.static_range(len(row)):
+        result = result + (row[c].to(DTYPE),)
     return result
 
 

@@ -47,6 +47,7 @@ def attend_blocks_kernel(
     num_blocks,
     num_tokens,
     num_rows,
+    num_steps,  # row tiles per program
     scale,
     eps,
     factor,  # of the first result: it is a read already
@@ -59,22 +60,21 @@ def attend_blocks_kernel(
     TILE: tl.constexpr,
     TILES: tl.constexpr,
     ROWS: tl.constexpr,
-    STEPS: tl.constexpr,  # row tiles per program
     PER_TOKEN: tl.constexpr,  # every token has its queries
     SHARED: tl.constexpr,  # all of them share the queries
     HOLD: tl.constexpr,  # queries stay in registers; else they come from the first cache for every source
 ):
     num_rows = num_rows.to(tl.int64)
     steps = tl.cdiv(num_tokens, ROWS)
-    groups = tl.cdiv(steps, STEPS)
-    group_sample, first = tl.program_id(0) // groups, (tl.program_id(0) % groups) * STEPS
+    groups = tl.cdiv(steps, num_steps)
+    group_sample, first = tl.program_id(0) // groups, (tl.program_id(0) % groups) * num_steps
     held = ()
     if HOLD and not PER_TOKEN:
         everywhere = tl.full((1,), 1, tl.int1)
         for m in tl.static_range(M):
             query_at = _query_at(query_strides[m], group_sample.to(tl.int64), tl.full((1,), 0, tl.int64), SHARED)
             held = held + load_row(queries[m], query_at, everywhere, D, 1, TILE, TILES)
-    for step in tl.range(first, tl.minimum(first + STEPS, steps), disable_licm=True):
+    for step in tl.range(first, tl.minimum(first + num_steps, steps), disable_licm=True):
         sample, tokens, live, rows = place(group_sample * steps + step, num_tokens, ROWS)
         own = held
         if HOLD and PER_TOKEN:
@@ -221,6 +221,7 @@ def blocks_gradient_kernel(
     num_blocks,
     num_tokens,
     num_rows,
+    num_steps,
     num_added,  # the gradients of the first so many blocks are added to what is there
     scale,
     factor,
@@ -233,16 +234,15 @@ def blocks_gradient_kernel(
     TILE: tl.constexpr,
     TILES: tl.constexpr,
     ROWS: tl.constexpr,
-    STEPS: tl.constexpr,
     PER_TOKEN: tl.constexpr,
     SHARED: tl.constexpr,
 ):
     num_rows = num_rows.to(tl.int64)
     query_sums = zeros(ROWS, TILE, M * TILES)
     steps = tl.cdiv(num_tokens, ROWS)
-    groups = tl.cdiv(steps, STEPS)
-    group_sample, first = tl.program_id(0) // groups, (tl.program_id(0) % groups) * STEPS
-    for step in tl.range(first, tl.minimum(first + STEPS, steps), disable_licm=True):
+    groups = tl.cdiv(steps, num_steps)
+    group_sample, first = tl.program_id(0) // groups, (tl.program_id(0) % groups) * num_steps
+    for step in tl.range(first, tl.minimum(first + num_steps, steps), disable_licm=True):
         sample, tokens, live, rows = place(group_sample * steps + step, num_tokens, ROWS)
         at = rows * D
         upstream, opened = (), ()
