@@ -253,7 +253,7 @@ def blocks_gradient_kernel(
             opened = opened + (dot(result, upstream[:TILES]),)
         if entries is not None:
             for kind in tl.static_range(len(blocks)):
-                for index in range(bounds[kind], bounds[kind + 1]):
+                for index in tl.range(bounds[kind], bounds[kind + 1], disable_licm=True):
                     values = load_entry(
                         entries, index, blocks[kind], sample, tokens, live, D, 1, TILE, TILES, ALIGNED, MIXED
                     )
