@@ -27,6 +27,7 @@ from attnres_vision.host import (
 )
 from attnres_vision.plan import Plan, make_plan, reader_places
 from attnres_vision.reader import DepthAttention
+from attnres_vision.two_phase import form_groups
 
 
 def attach(model: nn.Module, config: AttnResConfig | Mapping[str, Any] | None = None, **fields: Any) -> nn.Module:
@@ -78,24 +79,21 @@ def attach(model: nn.Module, config: AttnResConfig | Mapping[str, Any] | None = 
         )
         add_reader(host.get_submodule(place.path), depth, place.attribute)
         of_block[place.stream, place.index // plan.block_size].append(depth)
-    if plan.config.query != "token" and plan.config.heads == 1:
-        for block in of_block.values():
-            _share_reads(block)
-    for path in plan.exits:
-        add_final_reader(host, path, reader(path, family.streams[0].name, opens_block=True))
+    first = family.streams[0].name
+    final = {path: reader(path, first, opens_block=True) for path in plan.exits}
+    for path, depth in final.items():
+        add_final_reader(host, path, depth)
     for path in families.exit_modules(host, family.shared_exits):
         share_final_reader(host, path, plan.exits[0])
+    if len(final) == 1:
+        of_block[first, len(plan.places)].extend(final.values())
+    for stream in {stream for stream, _ in of_block}:
+        form_groups(block for (name, _), block in of_block.items() if name == stream)
     host.attnres_config = plan.config  # type: ignore[assignment]
     if not isinstance(host, AttnResHost):  # dit.models' classes call attach on themselves
         host.__class__ = (family.host_class or timm_host_class)(cast(Any, type(host)))
     cast(AttnResHost, host).attached()
     return model
-
-
-def _share_reads(block: list[DepthAttention]) -> None:
-    """Tell the readers of a block of each other, for two-phase reads."""
-    if block[0].opens_block and all(depth.query is not None for depth in block):
-        block[0].block_readers = tuple(block)
 
 
 def _begin(plan: Plan) -> None:

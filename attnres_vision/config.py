@@ -48,10 +48,10 @@ class AttnResConfig:
         form: `"sum"` multiplies the weighted mean by the number of sources, which makes zero queries compute exactly
             the standard residual; `"mean"` is the paper's formula.
         key_eps: epsilon of the keys' RMSNorm.
-        two_phase: the first reader of a block reads the finished blocks for all its readers, which saves reading them
-            again (not with `query="token"` or depth heads, which it leaves alone). `None` does so without gradients
-            on a GPU; `True` also in training, where every other reader then keeps one more tensor for backward, and
-            on a CPU; `False` never. The result is the same but for rounding.
+        two_phase: readers are taken together, up to eight in whole blocks: the first one reads the sources there are
+            for all of them, and the others read only what has come since (not with `query="token"` or depth heads,
+            which it leaves alone; with `query="block"` one block at a time). `None` does so on a GPU, `True` on a CPU
+            too, where it saves little, `False` never. The result is the same but for rounding.
 
     Raises:
         ValueError: naming the field, the value and what is allowed.

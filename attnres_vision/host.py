@@ -15,7 +15,7 @@ from timm.models._features import feature_take_indices  # not public, but where 
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from attnres_vision import begin, families
+from attnres_vision import begin, families, two_phase
 from attnres_vision.config import AttnResConfig
 from attnres_vision.reader import DepthAttention, check_gradients, read_final, read_stream
 from attnres_vision.stream import DepthStream
@@ -70,8 +70,9 @@ class TimmHost(AttnResHost):
         it out.
         """
         host = cast(nn.Module, self)
-        next_readers = _next_readers(host)
+        next_readers, before = _next_readers(host), _readers(host)
         taken = super().prune_intermediate_layers(*args, **kwargs)  # type: ignore[misc]
+        two_phase.leave_groups(before, _readers(host))
         family, blocks = families.family_of(host), families.blocks_of(host)
         reader, (last_path, last_block) = next_readers[len(blocks) - 1], list(blocks.items())[-1]
         final_readers = [
@@ -182,6 +183,10 @@ def _next_readers(model: nn.Module) -> list[DepthAttention]:
     exits = families.exit_modules(model, (families.LAST_BLOCK_OUTPUT, *family.exits, *family.pruned_exits)).values()
     final = next(module for module in exits if hasattr(module, "depth"))  # the last block has one only after pruning
     return [_depth_of(module) for module in [*first_readers[1:], final]]
+
+
+def _readers(model: nn.Module) -> set[DepthAttention]:
+    return {module for module in model.modules() if isinstance(module, DepthAttention)}
 
 
 def _depth_of(module: nn.Module) -> DepthAttention:

@@ -90,7 +90,7 @@ class LazyRead:
         if self._stream is not None and self._stream.pending is not None:
             dtypes.append(self._stream.sum_dtype(self._stream.pending))
         if "earlier" in self._options:
-            dtypes.append(self._options["earlier"][0].dtype)
+            dtypes.append(self._options["earlier"].dtype)
         return promoted(dtypes)
 
     device = property(lambda self: self._sources[0].device)

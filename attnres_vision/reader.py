@@ -74,8 +74,7 @@ class DepthAttention(nn.Module):
         self.given, self.given_other = dim if given is None else given, given_other
         self.kind = config.query if self.given else "static"
         self.unused = unused
-        # For two-phase reads: the readers of the block that this one opens, itself the first
-        self.block_readers: tuple[DepthAttention, ...] = ()
+        self.group: tuple[DepthAttention, ...] = ()  # two_phase.py: the readers that this one reads for, itself first
         shapes: dict[str, tuple[int, ...]] = {}
         if not only_embedding and not unused:
             shapes["query"] = (dim,)
@@ -116,7 +115,8 @@ class DepthAttention(nn.Module):
     def forward(self, stream: DepthStream) -> Tensor:
         """What this layer reads: (..., D), in the dtype of the residual stream."""
         if stream.channel_dim != -1:  # a host that moved the channels gets them where it put them
-            return self.forward(stream.channels_last()).movedim(-1, stream.channel_dim).contiguous()
+            moved = dataclasses.replace(stream.channels_last(), uncast=stream)
+            return self.forward(moved).movedim(-1, stream.channel_dim).contiguous()
         if stream.bounds is not None or stream.cast is not None:
             plain = self.forward(dataclasses.replace(stream, bounds=None, cast=None, uncast=stream)).to(stream.dtype)
             return plain if stream.bounds is None else plain.clamp(*stream.bounds)
@@ -134,20 +134,20 @@ class DepthAttention(nn.Module):
         """The same read, to be computed with the norm that takes it; what is known already is a tensor."""
         assert self.query is not None
         options = self._options()
-        if two_phase.is_shared(self, stream):
-            if self.opens_block:
-                return two_phase.read_ahead(self, stream)
-            assert stream.ahead is not None and stream.partial is not None
-            earlier = (*stream.ahead[self], len(stream.blocks))
-            query = self.compute_query(stream)
-            return LazyRead((stream.partial,), query, stream=stream, earlier=earlier, **options)
-        if self._low_rank_is_small():
+        if two_phase.begins_group(self, stream):
+            return two_phase.read_ahead(self, stream)
+        known = 0
+        if two_phase.has_read_for(self, stream):
+            assert stream.ahead is not None
+            options["earlier"] = stream.ahead[self]
+            known = stream.ahead[self].count
+        if known or self._low_rank_is_small():
             query = self.compute_query(stream)
         else:
             query, options["low_rank"] = self.query, self._factors(stream)
         if stream.pending is not None and stream.partial is not None:  # the query has not asked for the sum
-            return LazyRead((*stream.blocks, stream.partial), query, stream=stream, **options)
-        return LazyRead(stream.sources(), query, **options)
+            return LazyRead((*stream.blocks, stream.partial)[known:], query, stream=stream, **options)
+        return LazyRead(stream.sources()[known:], query, **options)
 
     def weights(self, stream: DepthStream) -> Tensor:
         """The depth weights of this read: (n, ..., heads), summing to one over the n sources."""

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from attnres_vision.ops import decomposed, dispatch
 from attnres_vision.ops.collect import collect
 from attnres_vision.ops.reference import promoted
+from attnres_vision.ops.two_phase import Earlier
 from attnres_vision.refusals import refusal, refuse, refuse_operators
 from attnres_vision.stream_part import StreamPart
 
@@ -43,7 +44,7 @@ class DepthStream:
         part: what this stream is a slice of, None if of nothing.
         uncast: the stream that this one is a cast of; the host reads the cast and goes on with the other.
         pending: an output still to be added to the partial sum, which the next reader's kernel does on its way.
-        ahead: for readers of the open block what two_phase.py has read for them; others read all blocks themselves.
+        ahead: for some readers what two_phase.py has read for them of the first sources; others read all themselves.
     """
 
     blocks: tuple[Tensor, ...]
@@ -57,7 +58,7 @@ class DepthStream:
     part: StreamPart | None = None
     uncast: DepthStream | None = None
     pending: Tensor | None = None
-    ahead: Mapping[object, tuple[Tensor, Tensor]] | None = None
+    ahead: Mapping[object, Earlier] | None = None
 
     # Reading and writing ---------------------------------------------------------------------------------------------
 
@@ -80,9 +81,7 @@ class DepthStream:
 
     def seal(self) -> None:
         """End the open block: the next output starts a new one."""
-        if not self.sealed:
-            self.sealed = True
-            self.ahead = None
+        self.sealed = True
         if self.uncast is not None:
             self.uncast.seal()
 
@@ -245,7 +244,7 @@ class DepthStream:
             return self
         self.settle()
         if dtype != self.blocks[0].dtype:
-            return dataclasses.replace(self, cast=dtype, uncast=self, ahead=None)
+            return dataclasses.replace(self, cast=dtype, uncast=self)
         partial = None if self.partial is None else self.partial.to(dtype)
         return dataclasses.replace(self, partial=partial, cast=None, ahead=None)
 

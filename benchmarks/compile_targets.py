@@ -5,7 +5,8 @@
 
 The library launches its kernels on tensors without storage; what Triton would compile for these arguments is compiled
 for each target, and the machine code is inspected. A kernel passes if it spills no registers and loads its sources 16
-bytes at a time. "warps" is how many of a multiprocessor's 64 warps the registers (and its 32 programs) leave room for.
+bytes at a time (8 in some passes for many queries). "warps" is how many of a multiprocessor's 64 warps the registers
+(and its 32 programs) leave room for.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ WIDTHS = (192, 384, 768, 1024, 1152, 1536, 1920, 3072)
 SOURCES = (2, 9, 25, 57)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SAMPLES, TOKENS = 16, 197  # no constants of a kernel; 197 is not a multiple of what Triton specialises integers for
-WIDE = ".128"  # in the name of a machine instruction that loads 16 bytes
+WIDE = {16: ".128", 8: ".64"}  # in the name of a machine instruction that loads so many bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Read:
         accumulate: the blocks' gradients are added in place to fp32 sums (collect.py).
         grad_weights: the weights have a gradient.
         queries: 0, or a pass over finished blocks for so many queries (two_phase.py) instead of a read.
-        merge: the read that follows such a pass: the blocks' mean, and one source.
+        merge: a read that follows such a pass: the blocks' mean, and `sources` newer ones.
     """
 
     sources: int
@@ -145,15 +146,17 @@ def _call(read: Read) -> None:
     collected = [SourceGradient() if read.accumulate else None for _ in sources]
     if read.queries:
         queries = [query] * read.queries
-        *means, lse, scores, inv_rms = launch_two_phase.forward(sources, queries, 1e-6, 1.0)
+        *means, lse, scores, inv_rms = launch_two_phase.forward(sources, queries, 1e-6, 1.0, 1.0)
+        launch_two_phase.mix(sources, lse[1:], scores[1:])
         needs_grad = [True] * (len(sources) + len(queries))
         saved = lse, scores, inv_rms
-        launch_two_phase.gradients(means, lse, sources, queries, saved, 1.0, needs_grad, collected)
+        launch_two_phase.gradients(
+            means, means[0], lse, sources, queries, saved, 1.0, float(len(sources)), needs_grad, collected
+        )
         return
     inputs = Inputs(query, add=empty(*shape, dtype=dtype) if read.add else None)
     if read.merge:
         inputs = inputs._replace(mixed=empty(*shape, dtype=dtype), lse=empty(*shape[:-1]))
-        sources, collected = sources[-1:], collected[-1:]
     if read.norm:
         inputs = inputs._replace(norm_weight=empty(width), norm_bias=None if read.norm == "rms" else empty(width))
     if read.norm == "adaln":
@@ -207,13 +210,15 @@ def inspect(read: Read, launched: Launch, target: int) -> Result:
         file.flush()
         usage, code = (_cuobjdump(option, file.name) for option in ("-res-usage", "-sass"))
     registers, stack, shared = (int(_only(rf"\b{name}:(\d+)", usage)) for name in ("REG", "STACK", "SHARED"))
-    loads = collections.Counter(WIDE in name for name in re.findall(r"\bLDG[.\w]*", code))
     rows, tile, tiles = (launched.constant(name) for name in ("ROWS", "TILE", "TILES"))
     values = read.heads * rows * tile * tiles // (32 * launched.options["num_warps"])
     # Only numbers of the widest dtype fill 16 bytes: the tiling is theirs
     pointers = [*launched.signature["blocks"], *filter(None, [launched.signature.get("last")])]
     sizes = [4 if "32" in kind else 2 for kind in pointers]
-    expected = sizes.count(max(sizes)) * values * max(sizes) // 16
+    # A pass for many queries may have tilings with 8 bytes per load: more of them spill no registers
+    width = min(16, values // tiles * max(sizes)) if read.queries else 16
+    expected = sizes.count(max(sizes)) * values * max(sizes) // width
+    loads = collections.Counter(WIDE[width] in name for name in re.findall(r"\bLDG[.\w]*", code))
     return Result(
         launched.kernel.__name__, target, read.sources, read.width, read.dtype, str(read), f"{rows}x{tile}x{tiles}",
         launched.options["num_warps"], registers, stack, shared, loads[True], expected, loads.total(),
@@ -251,6 +256,8 @@ def reads(sources: Sequence[int], widths: Sequence[int]) -> Iterator[Read]:
 
 def option_reads(sources: Sequence[int], widths: Sequence[int]) -> Iterator[Read]:
     """Every single option."""
+    for width, n in itertools.product(widths, (1, 8)):
+        yield Read(n, width, norm="adaln", add=True, accumulate=True, merge=True)
     for n, width in itertools.product(sources, widths):
         yield Read(n, width)
         yield Read(n, width, "fp32")
@@ -262,10 +269,10 @@ def option_reads(sources: Sequence[int], widths: Sequence[int]) -> Iterator[Read
         yield Read(n, width, heads=4, norm="layer", grad_weights=True)
         yield Read(n, width, "mixed", norm="layer")
         yield Read(n, width, "last")
-        yield Read(n, width, queries=4, accumulate=True)
-        yield Read(n, width, "mixed", queries=2)
-        yield Read(n, width, norm="adaln", add=True, merge=True)
-        yield Read(n, width, "fp32", query="token", queries=2)
+        yield Read(n, width, queries=8, accumulate=True)
+        yield Read(n, width, "fp32", queries=6, accumulate=True)
+        yield Read(n, width, "mixed", queries=6)
+        yield Read(n, width, "fp32", query="token", queries=6)
 
 
 def quick_reads() -> Iterator[Read]:
@@ -273,8 +280,8 @@ def quick_reads() -> Iterator[Read]:
     yield Read(9, 768)
     yield Read(9, 768, norm="adaln", add=True, accumulate=True)
     yield Read(9, 1152, "fp32", query="token", norm="layer")
-    yield Read(9, 1024, queries=4, accumulate=True)
-    yield Read(9, 1024, norm="adaln", add=True, merge=True)
+    yield Read(9, 1024, queries=6, accumulate=True)
+    yield Read(3, 1024, norm="adaln", add=True, accumulate=True, merge=True)
     yield Read(4, 384, "mixed")
     yield Read(4, 384, "last", add=True)
 

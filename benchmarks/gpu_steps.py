@@ -22,8 +22,8 @@ from torch import nn
 VARIANTS: dict[str, dict[str, Any] | None] = {
     "standard": None,
     "block N=8": {"num_blocks": 8},
-    "block, two-phase": {"num_blocks": 8, "two_phase": True},  # less traffic, more memory: shown, not judged
     "full": {"mode": "full"},
+    "block, one-phase": {"num_blocks": 8, "two_phase": False},  # more traffic: shown, not judged
     "standard again": None,
 }
 STEP_LIMITS = {"block N=8": 1.05, "full": 1.15}

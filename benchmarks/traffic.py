@@ -108,8 +108,8 @@ def _add(entry: Access, name: str, value: float) -> None:
 # One read ------------------------------------------------------------------------------------------------------------
 
 
-def read(num_sources: int, width: int, in_place: bool, norm: bool) -> Traffic:
-    """One read and its backward; `in_place`: all sources but the last collect their gradients."""
+def read(num_sources: int, width: int, norm: bool) -> Traffic:
+    """One read and its backward."""
 
     def run(tokens: int, recorder: Recorder) -> None:
         with recorder.paused():
@@ -117,28 +117,43 @@ def read(num_sources: int, width: int, in_place: bool, norm: bool) -> Traffic:
             query = torch.randn(width, dtype=DTYPE, requires_grad=True)
             weight = torch.ones(width, dtype=DTYPE, requires_grad=True)
             upstream = torch.randn(1, tokens, width, dtype=DTYPE)
-            given = [*map(collect, sources[:-1]), sources[-1]] if in_place else sources
             parameters = ops.Norm("layer", 1e-6, weight, weight) if norm else None
-            out = operator.depth_attention(given, query, norm=parameters, kernel="triton")
+            out = operator.depth_attention(sources, query, norm=parameters, kernel="triton")
             torch.autograd.grad(out, [*sources, query], upstream)
 
     return count(run)
 
 
-def group(num_sources: int, readers: int, width: int) -> Traffic:
-    """The reads of one open block: the finished ones once for all its readers, then each merges its partial sum."""
+def two_reads(num_sources: int, width: int) -> Traffic:
+    """Two reads of the same sources and one of each one's own: backward writes an fp32 sum, then adds to it."""
 
     def run(tokens: int, recorder: Recorder) -> None:
         with recorder.paused():
-            rows = [torch.randn(1, tokens, width, dtype=DTYPE, requires_grad=True) for _ in range(2 * readers)]
+            sources = [torch.randn(1, tokens, width, dtype=DTYPE, requires_grad=True) for _ in range(num_sources + 1)]
+            query = torch.randn(width, dtype=DTYPE, requires_grad=True)
+            upstream = torch.randn(1, tokens, width, dtype=DTYPE)
+            given = list(map(collect, sources[:-2]))
+            outs = [operator.depth_attention([*given, own], query, kernel="triton") for own in sources[-2:]]
+            torch.autograd.grad(outs, [*sources, query], [upstream, upstream])
+
+    return count(run)
+
+
+def group(num_sources: int, readers: int, width: int) -> Traffic:
+    """The reads of one open block: the finished ones once for all its readers, later ones merge the partial sum."""
+
+    def run(tokens: int, recorder: Recorder) -> None:
+        with recorder.paused():
+            partials = [torch.randn(1, tokens, width, dtype=DTYPE, requires_grad=True) for _ in range(readers - 1)]
+            upstream = [torch.randn(1, tokens, width, dtype=DTYPE) for _ in range(readers)]
             blocks = [torch.randn(1, tokens, width, dtype=DTYPE, requires_grad=True) for _ in range(num_sources - 1)]
             queries = [torch.randn(width, dtype=DTYPE, requires_grad=True) for _ in range(readers)]
-            earlier = two_phase.attend_blocks(blocks, queries, eps=1e-6, scale=1.0, kernel="triton")
+            first, later = two_phase.attend_blocks(blocks, queries, eps=1e-6, scale=1.0, form="sum", kernel="triton")
             outs = [
-                operator.depth_attention([partial], query, earlier=(*pair, len(blocks)), kernel="triton")
-                for partial, query, pair in zip(rows[:readers], queries, earlier, strict=True)
+                operator.depth_attention([partial], query, earlier=earlier, kernel="triton")
+                for partial, query, earlier in zip(partials, queries[1:], later, strict=True)
             ]
-            torch.autograd.grad(outs, [*blocks, *rows[:readers], *queries], rows[readers:])
+            torch.autograd.grad([first, *outs], [*blocks, *partials, *queries], upstream)
 
     return count(run)
 
@@ -215,9 +230,9 @@ def print_reads(width: int, numbers: Sequence[int]) -> list[dict[str, Any]]:
     rows = []
     for n in numbers:
         kinds: dict[str, tuple[Callable[[], Traffic], int]] = {
-            "read": (functools.partial(read, n, width, in_place=False, norm=False), 1),
-            "read + LayerNorm": (functools.partial(read, n, width, in_place=False, norm=True), 1),
-            "read, gradients added in place, fp32": (functools.partial(read, n, width, in_place=True, norm=False), 1),
+            "read": (functools.partial(read, n, width, norm=False), 1),
+            "read + LayerNorm": (functools.partial(read, n, width, norm=True), 1),
+            "one of 2 reads, fp32 gradients in place": (functools.partial(two_reads, n, width), 2),
             "two-phase, one of 6 readers": (functools.partial(group, n, 6, width), 6),
         }
         for label, (measure, number) in kinds.items():
@@ -265,8 +280,6 @@ def print_steps(name: str, width: int, depth: int, tokens: int, affine: bool) ->
     for mode, num_blocks in (("Full", None), ("Block N=8", 8)):
         options: dict[str, Any] = {"mode": "full"} if num_blocks is None else {"num_blocks": num_blocks}
         for phase, is_two_phase in PHASES.items():
-            if num_blocks is None and is_two_phase:
-                continue  # every block is one layer: nothing to share
             show(f"{mode}, {phase}", step(width, depth, affine, options | {"two_phase": is_two_phase}))
         formulas = {f"{mode}, one-phase, {peer}": one_pass(peer, depth, num_blocks) for peer in ONE_PASS}
         if num_blocks is not None:

@@ -65,8 +65,8 @@ def read_forward(
             weights = scores.softmax(0)
             _mix_into(out, values, weights, factor)
         else:
-            weights = torch.sigmoid(scores - lse.view(scores.shape))
-            _mix_into(out, values, weights, factor, (_rows(mixed), _rest(scores, lse)))
+            weights, rest = _with_earlier(scores, lse)
+            _mix_into(out, values, weights, factor, (_rows(mixed), rest))
     stats = (len(sources), *shape[:-1])
     out = out.view(shape).to(out_dtype)
     return out, weights.view(*stats, heads), scores.view(*stats, heads), inv_rms.view(stats)
@@ -87,7 +87,7 @@ def mix(
         weights = weights.view(len(values), *out.shape[:-1], weights.shape[-1])
         earlier = None
         if mixed is not None and lse is not None:
-            earlier = _rows(mixed), _rest(scores.view(weights.shape), lse)
+            earlier = _rows(mixed), _with_earlier(scores.view(weights.shape), lse)[1]
         _mix_into(out, values, weights, factor, earlier)
     return out.view(sources[0].shape).to(promoted_dtype(sources if mixed is None else [*sources, mixed]))
 
@@ -108,9 +108,10 @@ def _mix_into(
         mixed.addcmul_(earlier[0].to(out.dtype), factor * earlier[1])
 
 
-def _rest(scores: Tensor, lse: Tensor) -> Tensor:
-    """The weight of what a read continues: 1 - the one source's, which would cancel."""
-    return torch.sigmoid(lse.view(scores.shape[1:]) - scores[0])
+def _with_earlier(scores: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """The weights of the sources, and of what the read continues (not 1 - theirs, which would cancel)."""
+    weights = torch.cat([scores, lse.view(1, *scores.shape[1:])]).softmax(0)
+    return weights[:-1], weights[-1]
 
 
 def read_backward(
@@ -127,12 +128,12 @@ def read_backward(
     gradients: Sequence[SourceGradient | None],
     mixed: Tensor | None = None,
     lse: Tensor | None = None,
-    grad_lse: Tensor | None = None,
+    average: Tensor | None = None,
 ) -> list[Tensor | None]:
     """Gradients of the sources, the query, `mixed` and `lse`, None where `needs_grad` has no mark or nothing was given.
 
-    The gradient of a source with an entry in `gradients` is added there, and None in the result. `grad_lse` (...) is
-    the gradient of the log-sum-exp of the scores, where that is a result too (two_phase.py).
+    The gradient of a source with an entry in `gradients` is added there, and None in the result. `average` (...) is
+    sum_j a_j p_j where that is known, and the gradient of `lse` is that for a fixed e^lse mixed (two_phase.py).
     """
     dtype, heads, num_sources = weights.dtype, weights.shape[-1], len(sources)
     if grad_out is None and mixed is not None:  # which has a gradient through the weights
@@ -164,19 +165,17 @@ def read_backward(
             products.mul_(factor)
         if grad_weights is not None:
             products.add_(grad_weights.view(weights.shape))
-        average = (weights * products).sum(0)
-        if grad_lse is not None:  # d lse / d s_i = a_i
-            average -= grad_lse.reshape(average.shape)
+        average = (weights * products).sum(0) if average is None else average.reshape(*stats[1:], 1)
         mixed_grad = lse_grad = None
         if (
             mixed is not None and lse is not None and grad_out is not None
         ):  # one more source, of which only the score counts
-            left_over = _rest(scores, lse)
+            left_over = _with_earlier(scores, lse)[1]
             product = torch.empty_like(average)
             _row_dot(_rows(mixed).to(dtype), grad_out, scratch=scratch, result=product)
             average += left_over * factor * product
             mixed_grad = (factor * left_over * grad_out).to(mixed.dtype).view(mixed.shape)
-            lse_grad = (left_over * (factor * product - average)).view(mixed.shape[:-1])
+            lse_grad = (-left_over * average).view(mixed.shape[:-1])
         grad_scores = weights * (products - average)
         norm_term = (grad_scores * scores).sum(-1, keepdim=True).mul_(inv_rms.square()).div_(-width)
         query_term = (grad_scores * inv_rms).mul_(scale)

@@ -13,6 +13,7 @@ it on the tensor before `collect`. And one graph (`retain_graph=True`) must not 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,13 +53,21 @@ class SourceGradient:
         self._norm = norm_term.clone() if self._norm is None else self._norm.add_(norm_term)
         return self._direct.view(upstream.shape)
 
-    def accumulator(self, source: Tensor) -> Tensor:
-        """The sum itself, contiguous and in fp32, for a kernel that adds the whole of its term to it."""
+    def accumulator(self, source: Tensor, make: Callable[..., Tensor] = torch.zeros_like) -> Tensor:
+        """The sum itself, contiguous and in fp32, for a kernel that adds the whole of its term to it.
+
+        `make` makes a new one: `torch.empty_like` if the kernel writes to it where `has_begun` says no.
+        """
         self._begin()
         if self._direct is None:
             dtype = compute_dtype(source.dtype)
-            self._direct = torch.zeros_like(source, dtype=dtype, memory_format=torch.contiguous_format)
+            self._direct = make(source, dtype=dtype, memory_format=torch.contiguous_format)
         return self._direct
+
+    def has_begun(self) -> bool:
+        """Whether a reader has contributed in the running backward pass."""
+        self._begin()
+        return self._direct is not None
 
     def _begin(self) -> None:
         task = torch._C._current_graph_task_id()

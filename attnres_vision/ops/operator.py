@@ -10,7 +10,7 @@ No double backward: it raises (torch.func's transforms can be nested; they run d
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from attnres_vision.ops import eager
 from attnres_vision.ops.arguments import Inputs, Options, Saved
 from attnres_vision.ops.collect import SourceGradient, gradient_of
 from attnres_vision.ops.norms import Norm
+
+if TYPE_CHECKING:
+    from attnres_vision.ops.two_phase import Earlier
 
 # Floating-point operations per element of a source. Forward: score, norm and sum, a multiply and an add each. Backward:
 # one dot product, the three terms of dv, and dq.
@@ -41,7 +44,7 @@ def depth_attention(
     norm: Norm | None = None,
     return_weights: bool = False,
     low_rank: tuple[Tensor, Tensor] | None = None,
-    earlier: tuple[Tensor, Tensor, int] | None = None,
+    earlier: Earlier | None = None,
     kernel: str = "eager",
     fp32_sum: bool = False,
     fp32_norm: bool = False,
@@ -50,14 +53,14 @@ def depth_attention(
 
     Args:
         low_rank: left (..., r) and right (D, r): the query of a token is `query + left @ right.T`.
-        earlier: mean, log-sum-exp and number of the blocks that two_phase.py has attended over before.
+        earlier: what two_phase.py has attended over before.
         kernel: "eager" or "triton" (dispatch.py chooses).
         fp32_sum: the sum with `add` is made in fp32, as the host's stream is, whatever the two are.
         fp32_norm: the norm's result is fp32, whatever h is, as under autocast on a GPU; for kernel "triton".
     """
     left, right = low_rank or (None, None)
-    mixed, lse, num_earlier = earlier or (None, None, 0)
-    factor = float(len(sources) + num_earlier) if form == "sum" else 1.0
+    mixed, lse = (None, None) if earlier is None else (earlier.mean(), earlier.lse)
+    factor = float(len(sources) + (0 if earlier is None else earlier.count)) if form == "sum" else 1.0
     fused = norm if norm is not None and (kernel == "triton" or eager.can_fuse(sources, add, norm)) else None
     parameters = () if fused is None else (fused.weight, fused.bias, fused.scale, fused.shift)
     inputs = Inputs(query, left, right, add, mixed, lse, *parameters)
@@ -68,8 +71,8 @@ def depth_attention(
     gradients = [gradient_of(source) for source in sources] if collecting else []
     if add is not None and gradients:
         gradients[-1] = None  # the last source is the sum then
-    if any(gradient is not None for gradient in gradients):
-        out, partial, weights = _CollectingRead.apply(gradients, options, *inputs, *sources)
+    if any(gradient is not None for gradient in gradients) or (earlier is not None and gradients):
+        out, partial, weights = _CollectingRead.apply(gradients, earlier, options, *inputs, *sources)
     else:
         out, partial, weights, *_ = forward_op(list(sources), *inputs, *options)
     if norm is not None and fused is None:
@@ -252,20 +255,26 @@ def refuse_double_backward() -> None:
 
 
 class _CollectingRead(torch.autograd.Function):
-    """The operator for sources whose gradients are added up in place, which no operator's schema can say."""
+    """The operator for sources whose gradients are added up in place, which no operator's schema can say.
+
+    And for reads that continue an earlier one: what they continue is not kept for backward, but mixed again.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, gradients: list[SourceGradient | None], options: Options, *tensors: Any
+        ctx: Any, gradients: list[SourceGradient | None], earlier: Earlier | None, options: Options, *tensors: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         inputs, sources = Inputs(*tensors[:NUM_SMALL]), list(tensors[NUM_SMALL:])
         out, partial, weights, *saved = forward_op(sources, *inputs, *options)
         ctx.gradients, ctx.options = gradients, options
+        ctx.earlier = None if earlier is None else (earlier.group.exchange, earlier.index)
         ctx.add_dtype = None if inputs.add is None else inputs.add.dtype
         ctx.last_dtype = sources[-1].dtype
         ctx.set_materialize_grads(False)
         kept, inputs = _kept(sources, inputs, partial)
-        ctx.save_for_backward(*kept, *inputs, weights, *saved)
+        phase_one = () if earlier is None else earlier.group.kept
+        ctx.num_phase_one = len(phase_one)
+        ctx.save_for_backward(*phase_one, *kept, *inputs._replace(mixed=None), weights, *saved)
         return out, partial, weights
 
     @staticmethod
@@ -274,8 +283,12 @@ class _CollectingRead(torch.autograd.Function):
         grads = (grads[0], None if ctx.add_dtype is None else grads[1], grads[2])
         if all(grad is None for grad in grads):
             return (None,) * len(ctx.needs_input_grad)
-        sources, inputs, saved = _split(ctx.saved_tensors)
-        marks, source_marks = ctx.needs_input_grad[2 : 2 + NUM_SMALL], list(ctx.needs_input_grad[2 + NUM_SMALL :])
+        tensors = ctx.saved_tensors
+        sources, inputs, saved = _split(tensors[ctx.num_phase_one :])
+        if ctx.earlier is not None:
+            exchange, index = ctx.earlier
+            inputs = inputs._replace(mixed=exchange.mean(index, tensors[: ctx.num_phase_one], ctx.options.kernel))
+        marks, source_marks = ctx.needs_input_grad[3 : 3 + NUM_SMALL], list(ctx.needs_input_grad[3 + NUM_SMALL :])
         needs = _needs(source_marks, marks, grads[0])
         implementation = _implementation(ctx.options.kernel)
         found = _with_add(
@@ -283,7 +296,10 @@ class _CollectingRead(torch.autograd.Function):
             len(sources),
             ctx,
         )
-        return None, None, *found[len(sources) :], *found[: len(sources)]
+        small = Inputs(*found[len(sources) :])  # type: ignore[arg-type]
+        if ctx.earlier is not None and small.mixed is not None and marks[Inputs._fields.index("lse")]:
+            exchange.add(index, small.mixed)
+        return None, None, None, *small._replace(mixed=None), *found[: len(sources)]
 
 
 @register_flop_formula(torch.ops.attnres_vision.depth_attention)

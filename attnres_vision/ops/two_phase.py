@@ -1,116 +1,174 @@
-"""Two-phase reads of an open block: the finished blocks once for the queries of all its readers, then one merge each.
+"""Two-phase reads: the sources there are once for the queries of a group of readers, then a merge for each later one.
 
-    first, second, third = attend_blocks(blocks, [q1, q2, q3], eps=..., scale=..., kernel=...)
-    h = operator.depth_attention([partial], q2, earlier=(*second, len(blocks)), ...)
+    first, (second, third) = attend_blocks(blocks, [q1, q2, q3], eps=..., scale=..., form=..., kernel=...)
+    h = operator.depth_attention([*newer_blocks, partial], q2, earlier=second, ...)
 
-Phase one gives, for each query, the weighted mean of the blocks and the log-sum-exp of its scores. A custom operator
-like the read itself (operator.py), in PyTorch and in Triton; depth heads are not supported.
+Phase one gives the first query's read, and for each other query a weighted mean of the blocks and the log-sum-exp of
+its scores. In PyTorch and in Triton; depth heads are not supported.
+
+A mean lives until its reader has run: backward mixes those of a group again, in one pass, when the first of its readers
+needs one. What autograd sees of a merge is the log-sum-exp alone; the gradient of the mean goes to phase one past it
+(`Exchange`). That of lse is for a fixed U = e^lse mean, the sum before the softmax divides: then phase one needs the
+mean no more, ds_i = a_i (dmean . v_i + dlse), and one walk over the blocks is enough.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import register_flop_formula
 
-from attnres_vision.ops.analytic import read_backward, read_forward
+from attnres_vision.ops import eager_two_phase
 from attnres_vision.ops.collect import SourceGradient, gradient_of
-from attnres_vision.ops.operator import BACKWARD_FLOPS, FORWARD_FLOPS, refuse_double_backward
+from attnres_vision.ops.operator import FORWARD_FLOPS, refuse_double_backward
 from attnres_vision.ops.reference import compute_dtype, promoted_dtype
 
-NUM_SAVED = 3  # log-sum-exp, scores, 1/rms
+
+class Exchange:
+    """What the nodes of a group hand on in a backward pass: the means, and the means' gradients for phase one."""
+
+    def __init__(self) -> None:
+        self._task = -1
+        self._means: dict[int, Tensor] = {}
+        self._grads: dict[int, Tensor] = {}
+
+    def _begin(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if task != self._task:  # what a backward pass for other inputs, or one that failed, has left behind
+            self._task, self._means, self._grads = task, {}, {}
+
+    def mean(self, index: int, kept: Sequence[Tensor], kernel: str, keep: bool = False) -> Tensor:
+        """The mean of a reader; those of the readers before it, whose backward comes next, are mixed with it.
+
+        Args:
+            kept: `Group.kept`, as saved for backward.
+            keep: there will be another use, in the backward pass of what is recomputed now.
+        """
+        self._begin()
+        if index not in self._means:
+            self._means.update(enumerate(mix(kept, kernel, 1, index + 1), start=1))
+        return self._means[index] if keep else self._means.pop(index)
+
+    def add(self, index: int, grad: Tensor) -> None:
+        """Add to the gradient of a reader's mean."""
+        self._begin()
+        self._grads[index] = grad if index not in self._grads else self._grads[index] + grad
+
+    def take(self) -> dict[int, Tensor]:
+        """The gradients of the means, by reader. Nothing stays."""
+        self._begin()
+        grads = self._grads
+        self._means, self._grads = {}, {}
+        return grads
+
+
+class Group:
+    """A pass over the blocks, as its readers see it in the forward pass.
+
+    Attributes:
+        means: of the readers that have still to run.
+        kept: what the means can be mixed again from: the blocks, (M, ...) log-sum-exp, (M, n, ...) scores.
+    """
+
+    def __init__(self, kernel: str) -> None:
+        self.kernel = kernel
+        self.exchange = Exchange()
+        self.means: dict[int, Tensor] = {}
+        self.kept: tuple[Tensor, ...] = ()
+
+
+@dataclasses.dataclass(eq=False)
+class Earlier:
+    """What a reader of a group continues: (...) log-sum-exp of its scores of the group's blocks, and their mean."""
+
+    lse: Tensor
+    group: Group
+    index: int
+
+    @property
+    def count(self) -> int:
+        """How many blocks."""
+        return len(self.group.kept) - 2
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the mean."""
+        return promoted_dtype(self.group.kept[:-2])
+
+    def mean(self) -> Tensor:
+        """(..., D), without an edge to the graph. Asked for a second time (checkpointing) it is mixed again."""
+        group, index = self.group, self.index
+        if index in group.means:
+            return group.means.pop(index)
+        if torch._C._current_graph_task_id() != -1:
+            return group.exchange.mean(index, group.kept, group.kernel, keep=True)
+        return mix(group.kept, group.kernel, index, index + 1)[0]
+
+
+# Whoever maps a function over the tensors of a stream may give the log-sum-exp another node in the graph
+pytree.register_pytree_node(
+    Earlier,
+    lambda earlier: ([earlier.lse], (earlier.group, earlier.index)),
+    lambda children, context: Earlier(*children, *context),
+    serialized_type_name="attnres_vision.Earlier",
+)
 
 
 def attend_blocks(
-    sources: Sequence[Tensor], queries: Sequence[Tensor], *, eps: float, scale: float, kernel: str
-) -> list[tuple[Tensor, Tensor]]:
-    """For each query, the mean of the sources (..., D) that its softmax gives, and the log-sum-exp (...) of its scores.
+    sources: Sequence[Tensor], queries: Sequence[Tensor], *, eps: float, scale: float, form: str, kernel: str
+) -> tuple[Tensor, list[Earlier]]:
+    """What the first query reads of the sources, and what the readers with the other queries continue.
 
     Args:
-        sources: the finished blocks, each (..., D).
+        sources: the blocks, each (..., D).
         queries: one per reader, all of one kind: (D,), (B, D) or the shape of a source.
-        eps, scale, kernel: as in operator.depth_attention.
+        eps, scale, form, kernel: as in operator.depth_attention.
     """
-    gradients = [gradient_of(source) for source in sources] if torch.is_grad_enabled() else []
-    if any(gradient is not None for gradient in gradients):
-        results = _CollectingPass.apply(gradients, len(sources), eps, scale, kernel, *sources, *queries)
+    group, factor = Group(kernel), float(len(sources)) if form == "sum" else 1.0
+    if torch.is_grad_enabled():
+        gradients = [gradient_of(source) for source in sources]
+        first, *lse = _Pass.apply(group, gradients, eps, scale, factor, *sources, *queries)
     else:
-        results = blocks_op(list(sources), list(queries), eps, scale, kernel)
-    means, lse = results[: len(queries)], results[len(queries)]
-    return list(zip(means, lse.unbind(0), strict=True))
+        first, lse, _ = _attend(group, sources, queries, eps, scale, factor)
+    return first, [Earlier(sums, group, index) for index, sums in enumerate(lse, start=1)]
+
+
+def _attend(
+    group: Group, sources: Sequence[Tensor], queries: Sequence[Tensor], eps: float, scale: float, factor: float
+) -> tuple[Tensor, Sequence[Tensor], Tensor]:
+    """(the first query's read, log-sum-exp of each other one, 1/rms), and the rest to `group`."""
+    first, *means, lse, scores, inv_rms = blocks_op(list(sources), list(queries), eps, scale, factor, group.kernel)
+    group.means, group.kept = dict(enumerate(means, start=1)), (*sources, lse, scores)
+    return first, lse.unbind(0)[1:], inv_rms
+
+
+@torch.no_grad()
+def mix(kept: Sequence[Tensor], kernel: str, start: int, stop: int) -> list[Tensor]:
+    """The means of the readers `start ... stop - 1`."""
+    *sources, lse, scores = kept
+    return _implementation(kernel).mix(sources, lse[start:stop], scores[start:stop])
 
 
 @torch.library.custom_op("attnres_vision::attend_blocks", mutates_args=())
-def blocks_op(sources: list[Tensor], queries: list[Tensor], eps: float, scale: float, kernel: str) -> list[Tensor]:
-    """[mean for each query, log-sum-exp, scores, 1/rms]: (..., D) each, (M, ...), (M, n, ...), (n, ...)."""
-    if kernel == "triton":
-        from attnres_vision.ops.triton import launch_two_phase
-
-        return launch_two_phase.forward(sources, queries, eps, scale)
-    reads = [read_forward(sources, query, eps, scale, 1.0, 1) for query in queries]
-    means = [mean for mean, *_ in reads]
-    scores = torch.stack([scores.squeeze(-1) for _, _, scores, _ in reads])
-    return [*means, scores.logsumexp(1), scores, reads[0][3]]
-
-
-@torch.library.custom_op("attnres_vision::attend_blocks_backward", mutates_args=())
-def blocks_backward_op(
-    grads: list[Tensor],
-    grad_lse: Tensor | None,
-    sources: list[Tensor],
-    queries: list[Tensor],
-    lse: Tensor,
-    scores: Tensor,
-    inv_rms: Tensor,
-    scale: float,
-    kernel: str,
-    needs_grad: list[bool],
+def blocks_op(
+    sources: list[Tensor], queries: list[Tensor], eps: float, scale: float, factor: float, kernel: str
 ) -> list[Tensor]:
-    """Gradients of (*sources, *queries), those that `needs_grad` marks."""
-    found = _gradients(
-        grads, grad_lse, sources, queries, (lse, scores, inv_rms), scale, kernel, needs_grad, [None] * len(sources)
-    )
-    return [grad for grad, needed in zip(found, needs_grad, strict=True) if needed and grad is not None]
+    """[mean for each query, log-sum-exp, scores, 1/rms]: (..., D) each, (M, ...), (M, n, ...), (n, ...).
 
-
-def _gradients(
-    grads: Sequence[Tensor | None],
-    grad_lse: Tensor | None,
-    sources: Sequence[Tensor],
-    queries: Sequence[Tensor],
-    saved: tuple[Tensor, Tensor, Tensor],
-    scale: float,
-    kernel: str,
-    needs_grad: Sequence[bool],
-    collected: Sequence[SourceGradient | None],
-) -> list[Tensor | None]:
-    if kernel == "triton":
-        from attnres_vision.ops.triton import launch_two_phase
-
-        return launch_two_phase.gradients(grads, grad_lse, sources, queries, saved, scale, needs_grad, collected)
-    lse, scores, inv_rms = saved
-    totals: list[Tensor | None] = [None] * len(sources)
-    query_grads: list[Tensor | None] = []
-    for m, query in enumerate(queries):
-        weights = (scores[m] - lse[m]).exp().unsqueeze(-1)
-        marks = [*needs_grad[: len(sources)], needs_grad[len(sources) + m]]
-        grad = torch.zeros_like(sources[0]) if grads[m] is None else grads[m]
-        *terms, query_grad, _, _ = read_backward(
-            grad, None, sources, query, weights, scores[m].unsqueeze(-1), inv_rms, scale, 1.0, marks, collected,
-            grad_lse=None if grad_lse is None else grad_lse[m],
-        )  # fmt: skip
-        for i, term in enumerate(terms):
-            total = totals[i]
-            totals[i] = term if total is None or term is None else total.add_(term)
-        query_grads.append(query_grad)
-    return [*totals, *query_grads]
+    The first mean is multiplied by `factor`.
+    """
+    return _implementation(kernel).forward(sources, queries, eps, scale, factor)
 
 
 @blocks_op.register_fake
-def _(sources: list[Tensor], queries: list[Tensor], eps: float, scale: float, kernel: str) -> list[Tensor]:
+def _(
+    sources: list[Tensor], queries: list[Tensor], eps: float, scale: float, factor: float, kernel: str
+) -> list[Tensor]:
     first, shape = sources[0], sources[0].shape
     dtype = promoted_dtype(sources)
     stats = compute_dtype(dtype)
@@ -119,60 +177,52 @@ def _(sources: list[Tensor], queries: list[Tensor], eps: float, scale: float, ke
     return [*means, *(first.new_empty(size, dtype=stats) for size in sizes)]
 
 
-@blocks_backward_op.register_fake
-def _(
-    grads: list[Tensor], grad_lse: Tensor | None, sources: list[Tensor], queries: list[Tensor], *rest: Any
-) -> list[Tensor]:
-    tensors = zip([*sources, *queries], rest[-1], strict=True)
-    return [tensor.new_empty(tensor.shape) for tensor, needed in tensors if needed]
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    sources, queries, _, ctx.scale, ctx.kernel = inputs
-    ctx.num_sources = len(sources)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*sources, *queries, *output[-NUM_SAVED:])
-
-
-def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    *tensors, lse, scores, inv_rms = ctx.saved_tensors  # once: checkpointing gives them out once
-    saved = (lse, scores, inv_rms)
-    sources, queries = list(tensors[: ctx.num_sources]), list(tensors[ctx.num_sources :])
-    needs = [*ctx.needs_input_grad[0], *ctx.needs_input_grad[1]]
-    *means, grad_lse, _, _ = grads
-    whole = [torch.zeros_like(sources[0]) if grad is None else grad for grad in means]
-    computed = iter(blocks_backward_op(whole, grad_lse, sources, queries, *saved, ctx.scale, ctx.kernel, needs))
-    found = [next(computed) if needed else None for needed in needs]
-    return found[: len(sources)], found[len(sources) :], None, None, None
-
-
-blocks_op.register_autograd(_backward, setup_context=_setup_context)
-
-
-class _CollectingPass(torch.autograd.Function):
-    """The operator for sources whose gradients are added up in place (see operator.py)."""
+class _Pass(torch.autograd.Function):
+    """Phase one. Its backward runs after those of all readers of the group that take part: they have its edges."""
 
     @staticmethod
-    def forward(ctx: Any, gradients: list[SourceGradient | None], num_sources: int, *rest: Any) -> tuple[Tensor, ...]:
-        eps, ctx.scale, ctx.kernel, *tensors = rest
-        sources, queries = list(tensors[:num_sources]), list(tensors[num_sources:])
-        results = blocks_op(sources, queries, eps, ctx.scale, ctx.kernel)
-        ctx.gradients, ctx.num_sources = gradients, num_sources
+    def forward(
+        ctx: Any, group: Group, gradients: list[SourceGradient | None], eps: float, scale: float, factor: float,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        sources, queries = tensors[: len(gradients)], tensors[len(gradients) :]
+        first, lse, inv_rms = _attend(group, sources, queries, eps, scale, factor)
+        ctx.exchange, ctx.gradients, ctx.options = group.exchange, gradients, (group.kernel, scale, factor)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, *results[-NUM_SAVED:])
-        return tuple(results[: 1 - NUM_SAVED])  # scores and 1/rms are nobody else's
+        ctx.save_for_backward(*tensors, first, *group.kept[len(sources) :], inv_rms)
+        return first, *lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         refuse_double_backward()
-        *tensors, lse, scores, inv_rms = ctx.saved_tensors
-        saved = (lse, scores, inv_rms)
-        sources, queries = tensors[: ctx.num_sources], tensors[ctx.num_sources :]
-        found = _gradients(
-            grads[:-1], grads[-1], sources, queries, saved, ctx.scale, ctx.kernel, ctx.needs_input_grad[5:],
-            ctx.gradients,
-        )  # fmt: skip
-        return None, None, None, None, None, *found
+        *tensors, first, lse, scores, inv_rms = ctx.saved_tensors
+        num_sources, (kernel, scale, factor) = len(ctx.gradients), ctx.options
+        sources, queries, needs = tensors[:num_sources], tensors[num_sources:], ctx.needs_input_grad[5:]
+        upstream = ctx.exchange.take()
+        if grads[0] is not None:
+            upstream[0] = grads[0]
+        readers = sorted(upstream)
+        found: list[Tensor | None] = [None] * len(tensors)
+        if readers:
+            saved = (lse, scores) if len(readers) == len(queries) else (lse[readers], scores[readers])
+            marks = [*needs[:num_sources], *(needs[num_sources + m] for m in readers)]
+            grad_lse = torch.stack([lse[0] if m == 0 else grads[m] for m in readers])  # the first one is not used
+            results = _implementation(kernel).gradients(
+                [upstream[m] for m in readers], first if readers[0] == 0 else None, grad_lse, sources,
+                [queries[m] for m in readers], (*saved, inv_rms), scale, factor, marks, ctx.gradients,
+            )  # fmt: skip
+            found[:num_sources] = results[:num_sources]
+            for m, grad in zip(readers, results[num_sources:], strict=True):
+                found[num_sources + m] = grad
+        return (*[None] * 5, *found)
+
+
+def _implementation(kernel: str) -> Any:
+    if kernel == "triton":
+        from attnres_vision.ops.triton import launch_two_phase  # imports Triton
+
+        return launch_two_phase
+    return eager_two_phase
 
 
 @register_flop_formula(torch.ops.attnres_vision.attend_blocks)
@@ -180,11 +230,3 @@ def _forward_flops(
     sources_shape: list[torch.Size], queries_shape: list[torch.Size], *args: Any, out_shape: Any = None, **kwargs: Any
 ) -> int:
     return FORWARD_FLOPS * len(sources_shape) * len(queries_shape) * sources_shape[0].numel()
-
-
-@register_flop_formula(torch.ops.attnres_vision.attend_blocks_backward)
-def _backward_flops(
-    grads_shape: Any, grad_lse_shape: Any, sources_shape: Any, queries_shape: Any, *args: Any, out_shape: Any = None,
-    **kwargs: Any,
-) -> int:  # fmt: skip
-    return BACKWARD_FLOPS * len(sources_shape) * len(queries_shape) * sources_shape[0].numel()

@@ -1,4 +1,4 @@
-"""Two-phase reads: the same models, values and gradients as when every reader reads all its sources itself."""
+"""Two-phase reads of models: values and gradients as when every reader reads all its sources itself."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ import torch
 from torch import nn
 
 import attnres_vision
-from attnres_vision.ops import operator, reference, two_phase
-from attnres_vision.ops.collect import collect
+from attnres_vision import two_phase as two_phase_module
+from attnres_vision.ops import two_phase
 
 KINDS = {
+    "full": {"mode": "full"},
+    "full-condition": {"mode": "full", "query": "condition"},
+    "full-mean-form": {"mode": "full", "form": "mean", "scale": 0.5},
+    "blocks-of-two": {"block_size": 2},
     "static": {},
     "condition": {"query": "condition"},
     "condition-low-rank": {"query": "condition", "rank": 4},
@@ -28,7 +32,7 @@ def vit(**config) -> nn.Module:
     torch.manual_seed(0)
     options = {"img_size": 16, "patch_size": 8, "embed_dim": 48, "depth": 6, "num_heads": 3, "num_classes": 5}
     model = timm.create_model("vit_tiny_patch16_224", **options).double()
-    config = {"block_size": 3, **config}
+    config = config if "mode" in config else {"block_size": 3, **config}
     model = attnres_vision.attach(model, config)
     for name, parameter in model.named_parameters():
         if ".depth." in name:
@@ -63,10 +67,10 @@ def count_passes(model: nn.Module, images: torch.Tensor, monkeypatch) -> int:
 
 
 def test_finished_blocks_are_read_once_per_block(monkeypatch):
-    """12 sublayers in blocks of 3: the first block has only the embedding, and its first reader is the identity."""
-    model = vit(two_phase=True).eval()
+    """12 sublayers in blocks of 5: the first block has only the embedding, and its first reader is the identity."""
+    model = vit(two_phase=True, block_size=5).eval()
     with torch.no_grad():
-        assert count_passes(model, torch.randn(1, 3, 16, 16, dtype=torch.float64), monkeypatch) == [3, 3, 3]
+        assert count_passes(model, torch.randn(1, 3, 16, 16, dtype=torch.float64), monkeypatch) == [8]
 
 
 @pytest.mark.parametrize("config", [{"query": "token"}, {"heads": 2}], ids=["token", "heads"])
@@ -102,10 +106,13 @@ def replace(model: nn.Module) -> None:
     nn.init.normal_(model.blocks[5].norm1.depth.query)
 
 
+@pytest.mark.parametrize(
+    "config", [{"block_size": 4}, {"mode": "full"}, {"query": "block"}], ids=["4", "full", "block"]
+)
 @pytest.mark.parametrize("change", [leave_out, replace])
-def test_readers_use_only_what_was_read_for_them(change):
+def test_readers_use_only_what_was_read_for_them(change, config):
     """Blocks of two layers: the first reader of a block is in layer 4, the third in layer 5."""
-    one, two = (vit(two_phase=shared, block_size=4) for shared in (False, True))
+    one, two = (vit(two_phase=shared, **config) for shared in (False, True))
     images = torch.randn(2, 3, 16, 16, dtype=torch.float64)
     for model in (one, two):
         torch.manual_seed(1)
@@ -130,67 +137,73 @@ def test_layers_without_gradients_read_nothing_for_those_with():
     torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-9)
 
 
-def test_no_pass_for_a_cast_that_the_host_drops(monkeypatch):
-    """`norm(x.to(...))`: the host adds to x, which would not know of the pass."""
-    model = vit(two_phase=True).eval()
-    reads = [module for block in model.blocks for module in (block.norm1, block.norm2)]
-    for norm in reads:
-        norm.register_forward_pre_hook(lambda norm, args: args[0].to(torch.float32), prepend=True)
-        norm.register_forward_pre_hook(lambda norm, args: args[0].double())
+def test_a_cast_that_the_host_drops_knows_what_was_read(monkeypatch):
+    """`norm(x.to(...))`: the host reads the cast and adds to x."""
+    results = []
+    for shared in (False, True):
+        model = vit(two_phase=shared).eval()
+        for norm in (norm for block in model.blocks for norm in (block.norm1, block.norm2)):
+            norm.register_forward_pre_hook(lambda norm, args: args[0].to(torch.float32), prepend=True)
+            norm.register_forward_pre_hook(lambda norm, args: args[0].double())
+        images = torch.linspace(-1, 1, 3 * 16 * 16, dtype=torch.float64).view(1, 3, 16, 16)
+        with torch.no_grad():
+            results.append(model(images))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
     with torch.no_grad():
-        assert count_passes(model, torch.randn(1, 3, 16, 16, dtype=torch.float64), monkeypatch) == []
+        assert count_passes(model, images, monkeypatch) == [6, 4]
 
 
-def test_opcheck():
-    torch.manual_seed(0)
-    sources = [torch.randn(2, 5, 12, requires_grad=True) for _ in range(3)]
-    queries = [torch.randn(12, requires_grad=True) for _ in range(2)]
-    torch.library.opcheck(two_phase.blocks_op, (sources, queries, 1e-6, 0.5, "eager"))
+def test_no_pass_for_other_sources_than_those_the_host_goes_on_with():
+    model = vit(two_phase=True).eval()
+    images = torch.randn(1, 3, 16, 16, dtype=torch.float64)
+    streams = []
+    model.blocks[2].register_forward_pre_hook(lambda block, args: streams.append(args[0]))
+    with torch.no_grad():
+        model(images)
+        moved = streams[0].permute(0, 2, 1)
+        reader = model.blocks[1].norm2.depth
+        assert two_phase_module.begins_group(reader, streams[0])
+        cached = moved.channels_last()
+        cached.uncast = moved
+        assert not two_phase_module.begins_group(reader, cached)
 
 
-def test_a_merge_equals_one_read_of_all_sources():
-    torch.manual_seed(0)
-    blocks, partials, queries = (
-        [torch.randn(2, 5, 12, dtype=torch.float64, requires_grad=True) for _ in range(n)] for n in (4, 2, 2)
+def test_pruned_readers_leave_their_group(monkeypatch):
+    """Four layers stay, and the final reader: its group began in the last of them."""
+    model = vit(mode="full", two_phase=True).eval()
+    model.prune_intermediate_layers([3])
+    images = torch.randn(1, 3, 16, 16, dtype=torch.float64)
+    with torch.no_grad():
+        assert count_passes(model, images, monkeypatch) == [7]  # of readers 1 to 7; then only the final one is left
+
+
+def test_intermediate_features_are_those_of_one_phase():
+    """The final norm is called between the blocks, with a reader that the last group has read for once."""
+    images = torch.randn(2, 3, 16, 16, dtype=torch.float64)
+    found, expected = (
+        vit(mode="full", two_phase=shared).forward_intermediates(images, norm=True) for shared in (True, False)
     )
-    queries = [query.detach()[0, 0].requires_grad_() for query in queries]
-    ahead = two_phase.attend_blocks(blocks, queries, eps=1e-6, scale=0.5, kernel="eager")
-    found = [
-        operator.depth_attention([partial], query, scale=0.5, earlier=(*known, len(blocks)))
-        for partial, query, known in zip(partials, queries, ahead, strict=True)
-    ]
-    expected = [
-        reference.depth_attention([*blocks, partial], query, scale=0.5)
-        for partial, query in zip(partials, queries, strict=True)
-    ]
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    inputs = [*blocks, *partials, *queries]
-    upstream = torch.randn(2, 12, 5, dtype=torch.float64).transpose(1, 2)
-    torch.testing.assert_close(
-        torch.autograd.grad(sum((h * upstream).sum() for h in found), inputs),
-        torch.autograd.grad(sum((h * upstream).sum() for h in expected), inputs),
-        rtol=1e-11,
-        atol=1e-11,
-    )
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("used", ["result", "weights"])
-def test_a_merge_whose_result_or_weights_alone_have_a_gradient(used):
-    torch.manual_seed(0)
-    *blocks, partial = sources = [torch.randn(2, 5, 12, dtype=torch.float64, requires_grad=True) for _ in range(3)]
-    query = torch.randn(12, dtype=torch.float64, requires_grad=True)
-    (known,) = two_phase.attend_blocks(blocks, [query], eps=1e-6, scale=0.5, kernel="eager")
-    merged = operator.depth_attention([partial], query, scale=0.5, earlier=(*known, 2), return_weights=True)
-    out, weights = reference.depth_attention(sources, query, scale=0.5, return_weights=True)
-    found, wanted = (merged[0], out) if used == "result" else (merged[1], weights[-1:])
-    inputs = [*sources, query]
-    grads = (torch.autograd.grad(value.square().sum(), inputs) for value in (found, wanted))
-    torch.testing.assert_close(*grads, rtol=1e-11, atol=1e-11)
+@pytest.mark.parametrize("config", [{"mode": "full"}, {"block_size": 3}], ids=["full", "block"])
+def test_training_keeps_no_more_hidden_states_than_one_phase(config):
+    """The means are not among what backward keeps. A group's first norm keeps its input: that read is not lazy."""
 
+    def kept(model: nn.Module) -> int:
+        shape, seen, alive = (2, 5, 48), set(), []
 
-def test_a_second_derivative_raises_instead_of_being_wrong():
-    sources = [collect(torch.randn(2, 5, 12, requires_grad=True)) for _ in range(2)]
-    query = torch.randn(12, requires_grad=True)
-    ((mean, _),) = two_phase.attend_blocks(sources, [query], eps=1e-6, scale=0.5, kernel="eager")
-    with pytest.raises(RuntimeError, match="no double backward"):
-        torch.autograd.grad(mean.sum(), query, create_graph=True)
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.shape == shape:
+                seen.add(tensor.untyped_storage().data_ptr())
+                alive.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            out = model(torch.randn(2, 3, 16, 16, dtype=torch.float64))
+        assert out.requires_grad
+        return len(seen)
+
+    groups = sum(bool(module.group) for module in vit(**config).modules() if hasattr(module, "group"))
+    assert groups == 2
+    assert kept(vit(two_phase=True, **config)) <= kept(vit(two_phase=False, **config)) + groups

@@ -27,7 +27,7 @@ triton.runtime.driver.set_active(_NoDevice(90))
 triton.knobs.runtime.jit_cache_hook = record
 for shape in ((1, 1), (1, 197), (2, 197), (3, 197), (4, 197), (16, 196), (1, 1024)):
     blocks, queries = [torch.empty(*shape, 768) for _ in range(3)], [torch.empty(768) for _ in range(6)]
-    *means, lse, _, _ = launch_two_phase.forward(blocks, queries, 1e-6, 1.0)
+    *means, lse, _, _ = launch_two_phase.forward(blocks, queries, 1e-6, 1.0, 3.0)
     for mean, query, sums in zip(means, queries, lse.unbind(0), strict=True):
         options = Options("triton", "", 0.0, 1e-6, 1.0, 4.0, 1)
         launch.forward(blocks[:1], Inputs(query, mixed=mean, lse=sums), options)

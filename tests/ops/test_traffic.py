@@ -104,3 +104,69 @@ def test_forward_moves_nothing_beyond_the_minimum_but_statistics_and_parameters(
     statistics = SAMPLES * TOKENS * 4 * (3 * recorded[0] + 2)
     parameters = WIDTH * (4 + 2 * SIZE)
     assert sum(moved.values()) == sources_bytes + ROW_BYTES + statistics + parameters
+
+
+GROUP = """
+import dataclasses, json, os, sys
+os.environ["TRITON_INTERPRET"] = "1"
+sys.path.insert(0, "benchmarks")
+import torch
+from access import Recorder
+from attnres_vision.ops import operator, two_phase
+from attnres_vision.ops.collect import collect
+
+n, samples, tokens, width, readers = map(int, sys.argv[1:6])
+options = {"eps": 1e-6, "scale": 1.0, "form": "sum", "kernel": "triton"}
+rows = lambda: torch.randn(samples, tokens, width, dtype=torch.bfloat16, requires_grad=True)
+blocks, partials = [rows() for _ in range(n)], [rows() for _ in range(readers - 1)]
+queries = [torch.randn(width, requires_grad=True) for _ in range(readers)]
+with Recorder().recording() as recorder:
+    first, later = two_phase.attend_blocks([collect(block) for block in blocks], queries, **options)
+    reads = [first] + [
+        operator.depth_attention([partial], query, earlier=earlier, **options)
+        for partial, query, earlier in zip(partials, queries[1:], later)
+    ]
+    torch.autograd.grad(reads, [*blocks, *partials, *queries], [torch.randn_like(read) for read in reads])
+print(json.dumps([dataclasses.asdict(launch) for launch in recorder.launches if launch.kernel != "write_kernel"]))
+"""
+READERS = 6
+
+
+@pytest.fixture(scope="module", params=[5, 13], ids=["unrolled", "looped"])
+def group(request: pytest.FixtureRequest) -> tuple[int, dict[str, list[dict[str, Any]]]]:
+    """How many blocks, and the launches of six readers of them, by kernel."""
+    command = [sys.executable, "-c", GROUP, *map(str, (request.param, SAMPLES, TOKENS, WIDTH, READERS))]
+    run = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    launches: dict[str, list[dict[str, Any]]] = {}
+    for launch in json.loads(run.stdout):
+        launches.setdefault(launch["kernel"], []).append(launch)
+    return request.param, launches
+
+
+def test_a_group_reads_its_blocks_three_times_in_all(group):
+    """Forward, for the means that backward wants again, and for the gradients: one pass and one walk each."""
+    blocks, launches = group
+    for kernel in ("attend_blocks_kernel", "mix_blocks_kernel", "blocks_gradient_kernel"):
+        (launch,) = launches[kernel]
+        assert total(launch, ("blocks",), "loaded") == blocks * ROW_BYTES, kernel
+        assert launch["atomics"] == 0
+    assert total(launches["attend_blocks_kernel"][0], ("mixed",), "stored") == READERS * ROW_BYTES
+    assert total(launches["mix_blocks_kernel"][0], ("mixed",), "stored") == (READERS - 1) * ROW_BYTES
+
+
+def test_a_group_writes_every_gradient_once(group):
+    """In fp32, and nothing is added to what is not there yet."""
+    blocks, launches = group
+    (launch,) = launches["blocks_gradient_kernel"]
+    assert total(launch, ("block_grads",), "stored") == 2 * blocks * ROW_BYTES
+    assert total(launch, ("block_grads",), "loaded") == 0
+    assert total(launch, ("grads", "opening"), "loaded") == (READERS + 1) * ROW_BYTES
+
+
+def test_a_later_reader_moves_its_mean_once_each_way(group):
+    _, launches = group
+    assert len(launches["read_kernel"]) == len(launches["gradient_kernel"]) == READERS - 1
+    for forward, backward in zip(launches["read_kernel"], launches["gradient_kernel"], strict=True):
+        assert total(forward, ("mixed", "last", "out"), "loaded") == 2 * ROW_BYTES
+        assert total(backward, ("mixed", "last", "grad_out"), "loaded") == 3 * ROW_BYTES
+        assert total(backward, ("mixed_grad", "last_grad"), "stored") == 2 * ROW_BYTES

@@ -157,23 +157,22 @@ TWO_PHASE = {
 @pytest.mark.parametrize("collected", [False, True], ids=["", "collected"])
 @pytest.mark.parametrize("name", TWO_PHASE)
 def test_two_phase_reads_equal_the_reference(name, collected, triton_device):
-    """Blocks once for three readers, of which each merges its own sum of the open block, ending in a norm."""
+    """Blocks once for three readers, of which the later two merge newer sources, ending in a norm."""
     blocks, query, dtype, tolerance = TWO_PHASE[name]
-    sources, queries = leaves(triton_device, query, blocks + READS, dtype)
-    finished, partials = sources[:blocks], sources[blocks:]
+    sources, queries = leaves(triton_device, query, blocks + READS - 1, dtype)
+    finished, newer = sources[:blocks], sources[blocks:]
     if collected:
         finished = [collect(source) for source in finished]
-    phase_one = two_phase.attend_blocks(finished, queries, eps=1e-6, scale=0.7, kernel="triton")
+    options = {"eps": 1e-6, "scale": 0.7, "form": "sum"}
+    first, later = two_phase.attend_blocks(finished, queries, kernel="triton", **options)
     norm = Norm("layer", 1e-5)
-    reads = [
-        kernel([partial], q, scale=0.7, norm=norm, earlier=(*found, blocks))
-        for partial, q, found in zip(partials, queries, phase_one, strict=True)
-    ]
+    reads = [first, *(
+        kernel(newer[: index + 1], q, norm=norm, earlier=found, **options)
+        for index, (q, found) in enumerate(zip(queries[1:], later, strict=True))
+    )]  # fmt: skip
     values, others = exact(sources), exact(queries)
-    wanted = [
-        norm.apply(reference.depth_attention([*values[:blocks], partial], q, scale=0.7))
-        for partial, q in zip(values[blocks:], others, strict=True)
-    ]
+    wanted = [reference.depth_attention(values[: blocks + index], q, **options) for index, q in enumerate(others)]
+    wanted[1:] = [norm.apply(hidden) for hidden in wanted[1:]]
     assert_close(reads, wanted, tolerance)
     found = torch.autograd.grad(loss_of(reads, finished), sources + queries)
     assert_close(list(found), list(torch.autograd.grad(loss_of(wanted, values), values + others)), tolerance)
@@ -197,13 +196,15 @@ def test_opcheck(norm, triton_device):
 @pytest.mark.parametrize("query", QUERIES)
 def test_opcheck_of_two_phase_reads(query, triton_device):
     sources, queries = leaves(triton_device, query)
-    torch.library.opcheck(two_phase.blocks_op, (sources, queries, 1e-6, 1.0, "triton"))
+    tensors = [tensor.detach() for tensor in sources], [tensor.detach() for tensor in queries]
+    torch.library.opcheck(two_phase.blocks_op, (*tensors, 1e-6, 1.0, 3.0, "triton"))
 
 
 CONFIGS = {
-    "full": {"mode": "full"},
+    "full": {"mode": "full", "two_phase": False},
+    "full-two-phase": {"mode": "full"},
     "blocks": {"block_size": 2, "two_phase": False},
-    "blocks-two-phase": {"block_size": 2, "two_phase": True},
+    "blocks-two-phase": {"block_size": 3},
     "condition": {"block_size": 2, "query": "condition"},
     "token": {"block_size": 2, "query": "token", "rank": 3},
 }

@@ -95,8 +95,7 @@ def gradient_kernel(
         )
         if mixed is not None:
             earlier = load_row(mixed, at, live, D, HEADS, TILE, TILES)
-            score = tl.load(scores + last_at, mask=live, other=0.0)
-            rest = tl.sigmoid(tl.load(lse + rows, mask=live, other=0.0) - score)  # and not 1 - weight, which cancels
+            rest = _rest(lse, scores, rows, num_rows, live, num_blocks + 1)
             if rstd is not None:
                 total = plus_products(total, earlier, (factor * rest,), HEADS, TILES)
             else:
@@ -144,9 +143,8 @@ def gradient_kernel(
             query_sum, last_grad, last_upstream, at, newest, upstream, shared, query, query_at, grad_weights, weights,
             scores, inv_rms, last_at, live, scale, factor, D, HEADS, TILE, TILES,
         )  # fmt: skip
-        if mixed is not None:  # one more source, of which only the score counts
-            product = factor * dot_by_head(earlier, upstream, HEADS, TILES)[0]
-            tl.store(lse_grad + rows, rest * (product - shared[0]), mask=live)
+        if mixed is not None:  # one more source; the gradient of its score for a fixed e^lse mixed (ops/two_phase.py)
+            tl.store(lse_grad + rows, -rest * shared[0], mask=live)
             store_row(
                 mixed_grad, at, live,
                 plus_products(zeros(ROWS, TILE, HEADS * TILES), upstream, (factor * rest,), HEADS, TILES),
@@ -185,6 +183,16 @@ def gradient_kernel(
     if scaled_sums is not None:
         store_sum(scaled_sums, scaled_sum, D, HEADS, TILE, TILES)
         store_sum(plain_sums, plain_sum, D, HEADS, TILE, TILES)
+
+
+@triton.jit
+def _rest(lse, scores, rows, num_rows, live, num_sources):
+    """The weight of what the read continued: not 1 - the others', which cancels."""
+    earlier = tl.load(lse + rows, mask=live, other=0.0)
+    total = tl.full(earlier.shape, 1.0, tl.float32)
+    for index in range(num_sources):
+        total += tl.exp(tl.load(scores + index * num_rows + rows, mask=live, other=0.0) - earlier)
+    return 1 / total
 
 
 @triton.jit

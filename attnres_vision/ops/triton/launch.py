@@ -203,16 +203,16 @@ def gradient_targets(
     sources: Sequence[Tensor],
     needs_grad: Sequence[bool],
     collected: Sequence[SourceGradient | None],
-    accumulate: bool = False,
 ) -> tuple[list[Tensor | None], bool]:
     """Where the gradient of each source goes, and whether the blocks' gradients are added to what is there."""
-    accumulate = accumulate or any(entry is not None for entry in collected[:-1])
+    accumulate = any(entry is not None and entry.has_begun() for entry in collected[:-1])
     targets: list[Tensor | None] = []
     for index, (source, gradient) in enumerate(zip(sources, collected, strict=True)):
         if not needs_grad[index]:
             targets.append(None)
         elif gradient is not None:
-            targets.append(gradient.accumulator(source))
+            is_written = not accumulate and index < len(sources) - 1
+            targets.append(gradient.accumulator(source, torch.empty_like if is_written else torch.zeros_like))
         elif accumulate and index < len(sources) - 1:  # one kernel adds to all blocks or to none
             targets.append(torch.zeros_like(source, memory_format=torch.contiguous_format))
         else:

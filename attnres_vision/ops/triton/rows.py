@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 # Arguments of the kernels that take every value: by default Triton compiles anew for 1 and for multiples of 16.
-COUNTS = ["num_blocks", "num_tokens", "num_rows", "num_steps", "bounds"]
+COUNTS = ["num_blocks", "num_tokens", "num_rows", "num_steps", "num_added", "bounds"]
 # Statistics of one reader of several: views, which 16 bytes divide only for some numbers of rows. Likewise.
 VIEWS = ["lse", "grad_lse", "scores"]
 
