@@ -50,7 +50,7 @@ def forward(
     steps = min(FORWARD_STEPS, group_steps(rows, tiling))
     grid = (rows.samples * -(-rows.tokens // (tiling.rows * steps)),)
     with on_device(sources[0]):
-        blocks = rows.block_arguments()
+        blocks = rows.table_arguments()
         for start in range(0, count, at_once):
             part = slice(start, start + at_once)
             attend_blocks_kernel[grid](
@@ -86,7 +86,7 @@ def mix(sources: Sequence[Tensor], lse: Tensor, scores: Tensor) -> list[Tensor]:
     tiling, at_once = tiling_of(rows.width, element_size(rows), len(means))
     grid = (rows.samples * -(-rows.tokens // tiling.rows),)
     with on_device(sources[0]):
-        blocks = rows.block_arguments()
+        blocks = rows.table_arguments()
         for start in range(0, len(means), at_once):
             part = slice(start, start + at_once)
             mix_blocks_kernel[grid](
@@ -130,7 +130,7 @@ def gradients(
     shape = sources[0].shape if per_token else (programs, rows.width)
     query_grads = [lse.new_empty(shape, dtype=query.dtype if per_token else None) for query in queries]
     with on_device(sources[0]):
-        blocks = rows.block_arguments(targets)
+        blocks = rows.table_arguments(targets)
         for start in range(0, len(queries), at_once):
             part = slice(start, start + at_once)
             blocks_gradient_kernel[(programs,)](

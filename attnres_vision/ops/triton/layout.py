@@ -49,23 +49,25 @@ class Rows:
 
     def block_arguments(self, targets: Sequence[Tensor | None] | None = None) -> dict[str, Any]:
         """What kernels take for the blocks, a tuple of pointers or a table, and for their gradients, `targets`."""
+        if len(self.blocks) > tiles.UNROLLED:
+            return {**self.table_arguments(targets), "block_strides": ((0, 0),), "N": 0}
         blocks = self.blocks or [self.last]
+        missing = tiles.bucket(len(blocks)) - len(blocks)
+        blocks = [*blocks, *blocks[-1:] * missing]  # up to the bucket the last one again
         found: dict[str, Any] = {"entries": None, "bounds": (0,), "ALIGNED": False}
-        grads = list(targets or [None] * len(blocks))
-        if len(blocks) > tiles.UNROLLED:
-            table = source_table(blocks, grads)
-            blocks, grads = list(table.blocks), list(table.targets)
-            found = {"entries": table.entries, "bounds": table.bounds, "ALIGNED": table.aligned}
-        else:  # up to the bucket: the last one again for what is missing
-            missing = tiles.bucket(len(blocks)) - len(blocks)
-            blocks, grads = [*blocks, *[blocks[-1]] * missing], [*grads, *[grads[-1]] * missing]
-        return found | {
-            "blocks": tuple(blocks),
-            "block_strides": tuple(strides(block) for block in blocks),
-            "MIXED": len({block.dtype for block in blocks}) > 1,
-            "N": len(blocks) if self.blocks and found["entries"] is None else 0,
-            **({} if targets is None else {"block_grads": tuple(grads)}),
-        }
+        found |= {"blocks": tuple(blocks), "block_strides": tuple(map(strides, blocks))}
+        found |= {"MIXED": len({block.dtype for block in blocks}) > 1, "N": len(blocks) if self.blocks else 0}
+        if targets is not None:
+            grads = list(targets) or [None]
+            found["block_grads"] = (*grads, *grads[-1:] * missing)
+        return found
+
+    def table_arguments(self, targets: Sequence[Tensor | None] | None = None) -> dict[str, Any]:
+        """The same as a table, for any number of blocks but none."""
+        table = source_table(self.blocks, targets or [None] * len(self.blocks))
+        found = {"entries": table.entries, "bounds": table.bounds, "blocks": table.blocks, "ALIGNED": table.aligned}
+        found["MIXED"] = len({block.dtype for block in table.blocks}) > 1
+        return found if targets is None else {**found, "block_grads": table.targets}
 
 
 def rows_of(sources: Sequence[Tensor], query: Tensor, inputs: Inputs) -> Rows:

@@ -25,7 +25,6 @@ from attnres_vision.ops.triton.rows import (
     place,
     store_row,
     store_sum,
-    to_fp32,
     zeros,
 )
 from attnres_vision.ops.triton.source_gradient import plus_products
@@ -34,8 +33,7 @@ from attnres_vision.ops.triton.source_table import load_entry, place_of, target_
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=VIEWS)
 def attend_blocks_kernel(
-    blocks,  # these four as in forward.py
-    block_strides,
+    blocks,  # of a SourceTable, as are the next two
     entries,
     bounds,
     queries,  # M pointers and their strides, 0 where samples or tokens share a query
@@ -52,7 +50,6 @@ def attend_blocks_kernel(
     eps,
     factor,  # of the first result: it is a read already
     M: tl.constexpr,
-    N: tl.constexpr,
     ALIGNED: tl.constexpr,
     MIXED: tl.constexpr,
     D: tl.constexpr,
@@ -86,36 +83,20 @@ def attend_blocks_kernel(
             maxima = maxima + (tl.full((ROWS,), float("-inf"), tl.float32),)
             sums = sums + (tl.zeros((ROWS,), tl.float32),)
         state = (maxima, sums, zeros(ROWS, TILE, M * TILES))
-        if entries is not None:
-            for kind in tl.static_range(len(blocks)):
-                start, stop = bounds[kind], bounds[kind + 1]
-                following = load_entry(
-                    entries, start, blocks[kind], sample, tokens, live, D, 1, TILE, TILES, ALIGNED, MIXED
-                )
-                for index in range(start, stop):
-                    values = following
-                    following = load_entry(
-                        entries, tl.minimum(index + 1, stop - 1), blocks[kind], sample, tokens,
-                        live & (index + 1 < stop), D, 1, TILE, TILES, ALIGNED, MIXED,
-                    )  # fmt: skip
-                    state = _attend_block(
-                        values, place_of(entries, index), state, own, queries, query_strides, scores, inv_rms, sample,
-                        tokens, live, rows, num_blocks, num_rows, scale, eps, M, D, TILE, TILES, SHARED, HOLD,
-                    )  # fmt: skip
-        else:
-            offsets = sample * block_strides[0][0] + tokens * block_strides[0][1]
-            following = load_row(blocks[0], offsets, live, D, 1, TILE, TILES)
-            following = to_fp32(following) if MIXED else following
-        for i in tl.static_range(N):
-            if i < num_blocks:
+        for kind in tl.static_range(len(blocks)):
+            start, stop = bounds[kind], bounds[kind + 1]
+            following = load_entry(
+                entries, start, blocks[kind], sample, tokens, live, D, 1, TILE, TILES, ALIGNED, MIXED
+            )
+            for index in range(start, stop):
                 values = following
-                if i + 1 < N:
-                    offsets = sample * block_strides[i + 1][0] + tokens * block_strides[i + 1][1]
-                    following = load_row(blocks[i + 1], offsets, live & (i + 1 < num_blocks), D, 1, TILE, TILES)
-                    following = to_fp32(following) if MIXED else following
+                following = load_entry(
+                    entries, tl.minimum(index + 1, stop - 1), blocks[kind], sample, tokens,
+                    live & (index + 1 < stop), D, 1, TILE, TILES, ALIGNED, MIXED,
+                )  # fmt: skip
                 state = _attend_block(
-                    values, i, state, own, queries, query_strides, scores, inv_rms, sample, tokens, live, rows,
-                    num_blocks, num_rows, scale, eps, M, D, TILE, TILES, SHARED, HOLD,
+                    values, place_of(entries, index), state, own, queries, query_strides, scores, inv_rms, sample,
+                    tokens, live, rows, num_blocks, num_rows, scale, eps, M, D, TILE, TILES, SHARED, HOLD,
                 )  # fmt: skip
         maxima, sums, mixtures = state
         for m in tl.static_range(M):
@@ -161,7 +142,6 @@ def _query_at(query_strides, sample, tokens, SHARED: tl.constexpr):
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=VIEWS)
 def mix_blocks_kernel(
     blocks,
-    block_strides,
     entries,
     bounds,
     mixed,  # M results, contiguous rows
@@ -171,7 +151,6 @@ def mix_blocks_kernel(
     num_tokens,
     num_rows,
     M: tl.constexpr,
-    N: tl.constexpr,
     ALIGNED: tl.constexpr,
     MIXED: tl.constexpr,
     D: tl.constexpr,
@@ -184,19 +163,10 @@ def mix_blocks_kernel(
     num_rows = num_rows.to(tl.int64)
     sample, tokens, live, rows = place(tl.program_id(0), num_tokens, ROWS)
     mixtures = zeros(ROWS, TILE, M * TILES)
-    if entries is not None:
-        for kind in tl.static_range(len(blocks)):
-            for index in range(bounds[kind], bounds[kind + 1]):
-                values = load_entry(
-                    entries, index, blocks[kind], sample, tokens, live, D, 1, TILE, TILES, ALIGNED, MIXED
-                )
-                weights = _weights(scores, lse, place_of(entries, index), num_blocks, num_rows, rows, live, M)
-                mixtures = plus_products(mixtures, values, weights, M, TILES)
-    for i in tl.static_range(N):
-        if i < num_blocks:
-            offsets = sample * block_strides[i][0] + tokens * block_strides[i][1]
-            values = load_row(blocks[i], offsets, live, D, 1, TILE, TILES)
-            weights = _weights(scores, lse, i, num_blocks, num_rows, rows, live, M)
+    for kind in tl.static_range(len(blocks)):
+        for index in range(bounds[kind], bounds[kind + 1]):
+            values = load_entry(entries, index, blocks[kind], sample, tokens, live, D, 1, TILE, TILES, ALIGNED, MIXED)
+            weights = _weights(scores, lse, place_of(entries, index), num_blocks, num_rows, rows, live, M)
             mixtures = plus_products(mixtures, values, weights, M, TILES)
     for m in tl.static_range(M):
         store_row(mixed[m], rows * D, live, mixtures[m * TILES : (m + 1) * TILES], D, 1, TILE, TILES)
@@ -205,7 +175,6 @@ def mix_blocks_kernel(
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=VIEWS)
 def blocks_gradient_kernel(
     blocks,
-    block_strides,
     entries,
     bounds,
     block_grads,  # contiguous rows, None where no gradient is asked for
@@ -226,7 +195,6 @@ def blocks_gradient_kernel(
     scale,
     factor,
     M: tl.constexpr,
-    N: tl.constexpr,
     ALIGNED: tl.constexpr,
     MIXED: tl.constexpr,
     D: tl.constexpr,
@@ -251,24 +219,14 @@ def blocks_gradient_kernel(
         if opening is not None:
             result = load_row(opening, at, live, D, 1, TILE, TILES)
             opened = opened + (dot(result, upstream[:TILES]),)
-        if entries is not None:
-            for kind in tl.static_range(len(blocks)):
-                for index in tl.range(bounds[kind], bounds[kind + 1], disable_licm=True):
-                    values = load_entry(
-                        entries, index, blocks[kind], sample, tokens, live, D, 1, TILE, TILES, ALIGNED, MIXED
-                    )
-                    target, i = target_of(entries, index, block_grads[kind]), place_of(entries, index)
-                    query_sums = _block_gradient(
-                        values, i, query_sums, target, i < num_added, upstream, opened, factor, queries,
-                        query_strides, grad_lse, lse, scores, inv_rms, sample, tokens, live, rows, num_blocks, num_rows,
-                        scale, M, D, TILE, TILES, SHARED,
-                    )  # fmt: skip
-        for i in tl.static_range(N):
-            if i < num_blocks:
-                offsets = sample * block_strides[i][0] + tokens * block_strides[i][1]
-                values = load_row(blocks[i], offsets, live, D, 1, TILE, TILES)
+        for kind in tl.static_range(len(blocks)):
+            for index in tl.range(bounds[kind], bounds[kind + 1], disable_licm=True):
+                values = load_entry(
+                    entries, index, blocks[kind], sample, tokens, live, D, 1, TILE, TILES, ALIGNED, MIXED
+                )
+                target, i = target_of(entries, index, block_grads[kind]), place_of(entries, index)
                 query_sums = _block_gradient(
-                    values, i, query_sums, block_grads[i], i < num_added, upstream, opened, factor, queries,
+                    values, i, query_sums, target, i < num_added, upstream, opened, factor, queries,
                     query_strides, grad_lse, lse, scores, inv_rms, sample, tokens, live, rows, num_blocks, num_rows,
                     scale, M, D, TILE, TILES, SHARED,
                 )  # fmt: skip
