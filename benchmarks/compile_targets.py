@@ -1,7 +1,7 @@
 """Do the Triton kernels fit into a GPU's registers? Compiled ahead of time, so it takes no GPU.
 
-    python benchmarks/compile_targets.py --jobs 8                                # all widths and depths: CPU hours
-    python benchmarks/compile_targets.py --options --sources 9 --targets 90      # every option: 20 minutes of CPU
+    python benchmarks/compile_targets.py --jobs 8                                # all widths and depths: 20 minutes of CPU
+    python benchmarks/compile_targets.py --options --sources 9 --targets 90      # every option: 5 minutes
 
 The library launches its kernels on tensors without storage; what Triton would compile for these arguments is compiled
 for each target, and the machine code is inspected. A kernel passes if it spills no registers and loads its sources 16
@@ -249,9 +249,11 @@ def resident_warps(registers: int, num_warps: int) -> int:
 
 
 def reads(sources: Sequence[int], widths: Sequence[int]) -> Iterator[Read]:
-    """Reads with everything on, which need the most registers of all."""
+    """Reads with everything on, which need the most registers of all, and passes for groups of six and of eight."""
     for n, width, dtype in itertools.product(sources, widths, DTYPES):
         yield Read(n, width, dtype, norm="adaln", add=True, accumulate=True)
+    for queries, width, dtype in itertools.product((6, 8), widths, DTYPES):  # one kernel for all numbers of sources
+        yield Read(max(sources), width, dtype, queries=queries, accumulate=True)
 
 
 def option_reads(sources: Sequence[int], widths: Sequence[int]) -> Iterator[Read]:
