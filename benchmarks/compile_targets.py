@@ -1,7 +1,7 @@
 """Do the Triton kernels fit into a GPU's registers? Compiled ahead of time, so it takes no GPU.
 
-    python benchmarks/compile_targets.py --jobs 8                                # all widths and depths: 20 minutes of CPU
-    python benchmarks/compile_targets.py --options --sources 9 --targets 90      # every option: 5 minutes
+    python benchmarks/compile_targets.py --jobs 8                               # all widths and depths: 20 CPU minutes
+    python benchmarks/compile_targets.py --options --sources 9 --targets 90     # every option: 5
 
 The library launches its kernels on tensors without storage; what Triton would compile for these arguments is compiled
 for each target, and the machine code is inspected. A kernel passes if it spills no registers and loads its sources 16

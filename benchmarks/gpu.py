@@ -1,6 +1,7 @@
 """Depth attention on a GPU: is it right, how close to the memory's bandwidth, against other packages, in whole models?
 
     python benchmarks/gpu.py --output gpu.json          # one GPU with 80 GB; some 15 minutes
+    python benchmarks/gpu.py --only check reads         # a part of it; also groups, steps
     python benchmarks/gpu.py --device cpu --smoke       # does the script run? tiny shapes, Triton's interpreter
 
 Correctness comes first, against the fp64 reference with random queries; nothing is timed if it fails. A read's minimum
@@ -34,10 +35,12 @@ from torch import Tensor
 
 from attnres_vision import ops
 from attnres_vision.ops import operator, reference, two_phase
+from attnres_vision.ops.collect import collect
 
 FORWARD_LIMIT, BACKWARD_LIMIT = 0.90, 0.80
 # Of a result or gradient, relative to its largest number: a few roundings of the dtype
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+PARTS = ("check", "reads", "groups", "steps")
 READERS = 6  # of a block of ViT-L or of a 24-layer MMDiT with N=8
 
 Read = Callable[[Sequence[Tensor], Tensor], Callable[[], Tensor]]
@@ -57,6 +60,47 @@ def check(device: torch.device, width: int, tokens: int, numbers: Sequence[int])
                     rows.append({"n": n, "dtype": str(dtype), "query": kind, "norm": norm, "error": error,
                                  "limit": TOLERANCES[dtype]})  # fmt: skip
     return rows
+
+
+def check_groups(device: torch.device, widths: Sequence[int], numbers: Sequence[int]) -> list[dict[str, Any]]:
+    """The same for groups of readers that share a pass, with gradients of the blocks added in place."""
+    rows: list[dict[str, Any]] = []
+    for width in widths:
+        for n in numbers:
+            for dtype in (torch.float32, torch.bfloat16):
+                error = _group_error(device, n, (2, 7, width), dtype)
+                rows.append({"n": n, "dtype": str(dtype), "group of readers": READERS, "width": width, "error": error,
+                             "limit": TOLERANCES[dtype]})  # fmt: skip
+    return rows
+
+
+def _group_error(device: torch.device, n: int, shape: tuple[int, ...], dtype: torch.dtype) -> float:
+    torch.manual_seed(0)
+    width = shape[-1]
+    given = [torch.randn(shape, device=device).to(dtype) for _ in range(n - 1 + READERS)]
+    given += [width**-0.5 * torch.randn(width, device=device) for _ in range(READERS)]
+    upstream = [torch.randn(shape, device=device).to(dtype) for _ in range(READERS)]
+    results = []
+    for is_ours in (True, False):
+        cast = [(value if is_ours else value.double()).detach().requires_grad_() for value in given]
+        blocks, partials, queries = cast[: n - 1], cast[n - 1 : -READERS], cast[-READERS:]
+        if is_ours:
+            outs = read_group([collect(block) for block in blocks], partials, queries)
+        else:
+            sources = [blocks, *([*blocks, partial] for partial in partials[1:])]
+            outs = [reference.depth_attention(s, q, form="mean") for s, q in zip(sources, queries, strict=True)]
+        inputs = [*blocks, *partials[1:], *queries]  # the first reader finds no partial sum
+        grads = torch.autograd.grad(outs, inputs, [u.to(outs[0].dtype) for u in upstream])
+        results.append([*outs, *grads])
+    return max(_relative(ours, exact) for ours, exact in zip(*results, strict=True))
+
+
+def read_group(blocks: Sequence[Tensor], partials: Sequence[Tensor], queries: Sequence[Tensor]) -> list[Tensor]:
+    """The reads of a group in two phases; the first one reads the blocks alone."""
+    options: dict[str, Any] = {"eps": 1e-6, "scale": 1.0, "form": "mean", "kernel": "triton"}
+    first, later = two_phase.attend_blocks(blocks, queries, **options)
+    reads = zip(partials[1:], queries[1:], later, strict=True)
+    return [first, *(operator.depth_attention([p], q, earlier=e, **options) for p, q, e in reads)]
 
 
 def _error(
@@ -164,15 +208,9 @@ def compare_groups(device: torch.device, shape: tuple[int, int, int], n: int, re
         reads = zip(partials[1:], queries[1:], strict=True)
         return [ours(blocks, queries[0])(), *(ours([*blocks, partial], query)() for partial, query in reads)]
 
-    def two_phases() -> list[Tensor]:
-        options: dict[str, Any] = {"eps": 1e-6, "scale": 1.0, "form": "mean", "kernel": "triton"}
-        first, later = two_phase.attend_blocks(blocks, queries, **options)
-        reads = zip(partials[1:], queries[1:], later, strict=True)
-        return [first, *(operator.depth_attention([p], q, earlier=e, **options) for p, q, e in reads)]
-
     makers: dict[str, Callable[[], Callable[[], list[Tensor]]]] = {
         "ours, one-phase": lambda: one_phase,
-        "ours, two-phase": lambda: two_phases,
+        "ours, two-phase": lambda: lambda: read_group(blocks, partials, queries),
         "flash-attn-res, two-phase": lambda: flash_attn_res_group(blocks, partials, queries),
     }
     rows = []
@@ -231,7 +269,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes and one repeat: does the script run?")
     parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--output", type=Path, help="write everything as JSON")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="default: everything")
+    parser.add_argument("--output", type=Path, help="write everything as JSON, after each part what there is")
     args = parser.parse_args()
     device = torch.device(args.device)
     if device.type == "cpu" and not args.smoke:
@@ -240,48 +279,60 @@ def main() -> None:
         parser.error("no CUDA device here; --device cpu --smoke checks the script")
     shapes = {"ViT-L": (256, 197, 1024), "HunyuanVideo": (1, 16384, 3072)}
     numbers, checked, megabytes, rounds = (9, 25), (384, 33, (1, 2, 9, 33)), 1024, 20
+    groups_checked = ((768, 1024, 3072), (9, 13))
     works = [lambda: gpu_steps.vit(device, "vit_large_patch16_224", 64, torch.bfloat16),
              lambda: gpu_steps.mmdit(device, 1536, 24, 64, torch.bfloat16)]  # fmt: skip
     if args.smoke:
-        shapes, numbers, checked = {"tiny": (2, 5, 64)}, (3,), (48, 5, (1, 3))
+        shapes, numbers, checked, groups_checked = {"tiny": (2, 5, 64)}, (3,), (48, 5, (1, 3)), ((48,), (3, 10))
         args.repeats, megabytes, rounds = 1, 8, 1
         works = [lambda: gpu_steps.vit(device, "test_vit", 1, torch.float32, img_size=32),
                  lambda: gpu_steps.mmdit(device, 64, 4, 2, torch.float32, text_tokens=3)]  # fmt: skip
 
     print(describe(device))
-    report: dict[str, Any] = {"device": describe(device), "correctness": check(device, *checked)}
-    wrong = [row for row in report["correctness"] if not row["error"] <= row["limit"]]
-    worst = {
-        dtype: max(r["error"] for r in report["correctness"] if r["dtype"] == dtype) for dtype in map(str, TOLERANCES)
-    }
-    print("Correctness, largest relative error: " + ", ".join(f"{dtype} {error:.1e}" for dtype, error in worst.items()))
-    if wrong:
-        raise SystemExit("Wrong results:\n" + "\n".join(map(str, wrong)))
+    report: dict[str, Any] = {"device": describe(device), "missed": []}
 
-    bandwidth = copy_bandwidth(device, megabytes)
-    report |= {"bandwidth": bandwidth, "reads": [], "groups": [], "steps": {}}
-    print(f"Copy bandwidth {bandwidth / 1e9:.0f} GB/s")
-    missed: list[str] = []
+    def save() -> None:  # a command may be cut off
+        if args.output:
+            args.output.write_text(json.dumps(report, indent=2) + "\n")
+
+    if "check" in args.only:
+        report["correctness"] = check(device, *checked) + check_groups(device, *groups_checked)
+        save()
+        _judge(report["correctness"])
+    if {"reads", "groups"} & set(args.only):
+        bandwidth = report["bandwidth"] = copy_bandwidth(device, megabytes)
+        print(f"Copy bandwidth {bandwidth / 1e9:.0f} GB/s")
     for name, shape in shapes.items():
-        for n in numbers:
+        for n in numbers if "reads" in args.only else ():
             rows = compare_reads(device, shape, n, bandwidth, args.repeats)
-            missed += print_reads(rows, f"{name}: a read of n={n}, {shape[0]}x{shape[1]} tokens, D={shape[2]}, bf16")
-            report["reads"] += rows
-        rows = compare_groups(device, shape, numbers[0], args.repeats)
-        print_reads(rows, f"{name}: {READERS} readers of a block, n={numbers[0]}, per read")
-        report["groups"] += rows
-    with ops.backend("triton"):
-        for make in works:
+            title = f"{name}: a read of n={n}, {shape[0]}x{shape[1]} tokens, D={shape[2]}, bf16"
+            report["missed"] += print_reads(rows, title)
+            report.setdefault("reads", []).extend(rows)
+            save()
+        if "groups" in args.only:
+            rows = compare_groups(device, shape, numbers[0], args.repeats)
+            print_reads(rows, f"{name}: {READERS} readers of a block, n={numbers[0]}, per read")
+            report.setdefault("groups", []).extend(rows)
+            save()
+    for make in works if "steps" in args.only else ():
+        with ops.backend("triton"):
             work = make()
-            report["steps"][work.name] = gpu_steps.measure(work, device, rounds)
-            missed += gpu_steps.print_table(work, report["steps"][work.name])
-    report["missed"] = missed
-    if args.output:
-        args.output.write_text(json.dumps(report, indent=2) + "\n")
+            rows = report.setdefault("steps", {})[work.name] = gpu_steps.measure(work, device, rounds)
+            report["missed"] += gpu_steps.print_table(work, rows)
+            save()
     if args.smoke:
         print("\nThe script runs. Limits are not judged on tiny shapes.")
-    elif missed:
-        raise SystemExit("\nMissed:\n" + "\n".join(missed))
+    elif report["missed"]:
+        raise SystemExit("\nMissed:\n" + "\n".join(report["missed"]))
+
+
+def _judge(rows: list[dict[str, Any]]) -> None:
+    """Print the largest errors; exit if one is too large."""
+    worst = {dtype: max(row["error"] for row in rows if row["dtype"] == dtype) for dtype in map(str, TOLERANCES)}
+    print("Correctness, largest relative error: " + ", ".join(f"{dtype} {error:.1e}" for dtype, error in worst.items()))
+    wrong = [row for row in rows if not row["error"] <= row["limit"]]
+    if wrong:
+        raise SystemExit("Wrong results:\n" + "\n".join(map(str, wrong)))
 
 
 if __name__ == "__main__":

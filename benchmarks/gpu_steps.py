@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import dit_overhead
 import torch
 import vit_overhead
 from peak_memory import peak_bytes
@@ -52,6 +51,7 @@ def vit(device: torch.device, name: str, batch: int, dtype: torch.dtype, **optio
 
 def mmdit(device: torch.device, width: int, layers: int, side: int, dtype: torch.dtype, text_tokens: int = 77) -> Work:
     """diffusers' SD3Transformer2DModel; SD3-medium at width 1536 and 24 layers."""
+    import dit_overhead  # needs diffusers, and the other parts of the benchmark do not
 
     def build() -> tuple[nn.Module, dict[str, Any]]:
         model, inputs = dit_overhead.sd3(width, layers, side, text_tokens)

@@ -15,7 +15,7 @@ class Inputs(NamedTuple):
         left, right: (..., r) and (D, r): the query of a token is `query + left @ right.T`.
         add: the shape of a source: the last source is `sources[-1] + add`, and also a result.
         mixed, lse: the shape of a source, and (...) fp32: a read of earlier blocks (weighted mean and log-sum-exp of
-            the scores) that this one continues; `sources` is then the last source alone.
+            the scores) that this one continues; `sources` are then those that came later.
         norm_weight, norm_bias: (D,), affine parameters of the norm.
         norm_scale, norm_shift: (B, D), adaLN's modulation behind it.
     """

@@ -204,7 +204,9 @@ class _Pass(torch.autograd.Function):
         readers = sorted(upstream)
         found: list[Tensor | None] = [None] * len(tensors)
         if readers:
-            saved = (lse, scores) if len(readers) == len(queries) else (lse[readers], scores[readers])
+            saved = (lse, scores)
+            if len(readers) < len(queries):  # an index that is a list would make the GPU wait for the CPU
+                saved = (torch.stack([lse[m] for m in readers]), torch.stack([scores[m] for m in readers]))
             marks = [*needs[:num_sources], *(needs[num_sources + m] for m in readers)]
             grad_lse = torch.stack([lse[0] if m == 0 else grads[m] for m in readers])  # the first one is not used
             results = _implementation(kernel).gradients(

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import attnres_vision
-from attnres_vision.ops import Norm, backend, depth_attention, reference
+from attnres_vision.ops import Norm, backend, depth_attention, operator, reference, two_phase
+from attnres_vision.ops.collect import collect
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICE = "cuda"
@@ -76,6 +77,31 @@ def test_kernels_equal_the_reference_at_the_widths_of_real_models(dtype, width, 
         grads = torch.autograd.grad([out, partial], cast, [upstream.to(out.dtype)] * 2)
         results.append([out, partial, *grads])
     assert_close(*results, TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("n", [9, 13])
+@pytest.mark.parametrize("width", [768, 1024, 3072])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_groups_of_readers_equal_the_reference_at_the_widths_of_real_models(dtype, width, n):
+    """Phase one has several warps there; gradients of the blocks are added in place."""
+    torch.manual_seed(0)
+    shape, count = (2, 7, width), 6
+    given = [torch.randn(shape, device=DEVICE).to(dtype).requires_grad_() for _ in range(n + count - 1)]
+    given += [(width**-0.5 * torch.randn(width, device=DEVICE)).requires_grad_() for _ in range(count)]
+    upstream = [torch.randn(shape, device=DEVICE).to(dtype) for _ in range(count)]
+    options = {"eps": 1e-6, "scale": 1.0, "form": "mean"}
+
+    collected = [collect(block) for block in given[:n]]
+    first, later = two_phase.attend_blocks(collected, given[-count:], kernel="triton", **options)
+    merges = zip(given[n:-count], given[-count + 1 :], later, strict=True)
+    outs = [first, *(operator.depth_attention([p], q, earlier=e, kernel="triton", **options) for p, q, e in merges)]
+    grads = torch.autograd.grad(outs, given, upstream)
+
+    exact = [tensor.detach().double().requires_grad_() for tensor in given]
+    sources = [exact[:n], *([*exact[:n], partial] for partial in exact[n:-count])]
+    expected = [reference.depth_attention(s, q, **options) for s, q in zip(sources, exact[-count:], strict=True)]
+    wanted = torch.autograd.grad(expected, exact, [gradient.double() for gradient in upstream])
+    assert_close([*outs, *grads], [*expected, *wanted], TOLERANCES[dtype])
 
 
 def test_two_backward_passes_give_the_same_bits():

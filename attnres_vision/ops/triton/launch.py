@@ -250,7 +250,7 @@ def constants(rows: Rows, tiling: tiles.Tiling, heads: int) -> dict[str, Any]:
 def _all_registers() -> dict[str, int]:
     """An option of all kernels: else NVIDIA's assembler may spill a few bytes rather than give a thread all its 255.
 
-    A fifth fewer programs run at a time, still with more loads under way than the memory needs to be busy.
+    A fifth to a third fewer programs run at a time, still with more loads under way than the memory needs to be busy.
     """
     nvidia = not dispatch.INTERPRETING and triton.runtime.driver.active.get_current_target().backend == "cuda"
     return {"maxnreg": 255} if nvidia else {}

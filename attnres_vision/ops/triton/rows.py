@@ -89,24 +89,61 @@ def zeros(ROWS: tl.constexpr, TILE: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def dot(left, right):
-    """Sum over the row of left * right, (ROWS,), in fp32."""
+def products(left, right):
+    """left * right in fp32, with the tiles of the row added up: (ROWS, TILE)."""
     total = left[0].to(tl.float32) * right[0].to(tl.float32)
     for c in tl.static_range(1, len(left)):
         total += left[c].to(tl.float32) * right[c].to(tl.float32)
-    return tl.sum(total, 1)
+    return total
+
+
+@triton.jit
+def row_sums(parts):
+    """Sums over the rows of several (ROWS, TILE), a tuple of (ROWS,).
+
+    Four at a time: the warps of a program wait for each other once for all of them.
+    """
+    sums = ()
+    for i in tl.static_range(0, len(parts) - 3, 4):
+        sums = sums + tl.reduce((parts[i], parts[i + 1], parts[i + 2], parts[i + 3]), 1, _add_four)
+    if len(parts) % 4 >= 2:
+        at: tl.constexpr = len(parts) // 4 * 4
+        sums = sums + tl.reduce((parts[at], parts[at + 1]), 1, _add_two)
+    if len(parts) % 2 == 1:
+        sums = sums + (tl.sum(parts[len(parts) - 1], 1),)
+    return sums
+
+
+@triton.jit
+def _add_two(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _add_four(a, b, c, d, e, f, g, h):
+    return a + e, b + f, c + g, d + h
+
+
+@triton.jit
+def dot(left, right):
+    """Sum over the row of left * right, (ROWS,), in fp32."""
+    return tl.sum(products(left, right), 1)
+
+
+@triton.jit
+def products_by_head(left, right, HEADS: tl.constexpr, TILES: tl.constexpr):
+    """`products` of every head's slice of the row, a tuple."""
+    parts = ()
+    for head in tl.static_range(HEADS):
+        start: tl.constexpr = head * TILES
+        parts = parts + (products(left[start : start + TILES], right[start : start + TILES]),)
+    return parts
 
 
 @triton.jit
 def dot_by_head(left, right, HEADS: tl.constexpr, TILES: tl.constexpr):
     """Sums over the slices of the row, one (ROWS,) for every head."""
-    dots = ()
-    for head in tl.static_range(HEADS):
-        total = left[head * TILES].to(tl.float32) * right[head * TILES].to(tl.float32)
-        for c in tl.static_range(1, TILES):
-            total += left[head * TILES + c].to(tl.float32) * right[head * TILES + c].to(tl.float32)
-        dots = dots + (tl.sum(total, 1),)
-    return dots
+    return row_sums(products_by_head(left, right, HEADS, TILES))
 
 
 @triton.jit

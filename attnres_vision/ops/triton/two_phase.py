@@ -23,6 +23,8 @@ from attnres_vision.ops.triton.rows import (
     inside,
     load_row,
     place,
+    products,
+    row_sums,
     store_row,
     store_sum,
     zeros,
@@ -94,6 +96,7 @@ def attend_blocks_kernel(
                     entries, tl.minimum(index + 1, stop - 1), blocks[kind], sample, tokens,
                     live & (index + 1 < stop), D, 1, TILE, TILES, ALIGNED, MIXED,
                 )  # fmt: skip
+                tl.debug_barrier()  # see forward.py
                 state = _attend_block(
                     values, place_of(entries, index), state, own, queries, query_strides, scores, inv_rms, sample,
                     tokens, live, rows, num_blocks, num_rows, scale, eps, M, D, TILE, TILES, SHARED, HOLD,
@@ -114,16 +117,20 @@ def _attend_block(
     HOLD: tl.constexpr,
 ):  # fmt: skip
     """One step of the running softmax of every query."""
-    norm = tl.rsqrt(dot(values, values) / D + eps)
-    tl.store(inv_rms + i * num_rows + rows, norm, mask=live)
-    found = ()
+    parts = (products(values, values),)
     for m in tl.static_range(M):
         if HOLD:
             query = held[m * TILES : (m + 1) * TILES]
         else:
             query_at = _query_at(query_strides[m], sample, tokens, SHARED)
             query = load_row(queries[m], query_at, live, D, 1, TILE, TILES)
-        score = scale * norm * dot(query, values)
+        parts = parts + (products(query, values),)
+    dots = row_sums(parts)
+    norm = tl.rsqrt(dots[0] / D + eps)
+    tl.store(inv_rms + i * num_rows + rows, norm, mask=live)
+    found = ()
+    for m in tl.static_range(M):
+        score = scale * norm * dots[1 + m]
         tl.store(scores + (m * num_blocks + i) * num_rows + rows, score, mask=live)
         found = found + (score,)
     return attend(values, found, state[0], state[1], state[2], M, TILES)
@@ -224,7 +231,8 @@ def blocks_gradient_kernel(
                 values = load_entry(
                     entries, index, blocks[kind], sample, tokens, live, D, 1, TILE, TILES, ALIGNED, MIXED
                 )
-                target, i = target_of(entries, index, block_grads[kind]), place_of(entries, index)
+                target = target_of(entries, index, block_grads[kind])  # a pair would not do: it may be None
+                i = place_of(entries, index)
                 query_sums = _block_gradient(
                     values, i, query_sums, target, i < num_added, upstream, opened, factor, queries,
                     query_strides, grad_lse, lse, scores, inv_rms, sample, tokens, live, rows, num_blocks, num_rows,
@@ -240,6 +248,15 @@ def blocks_gradient_kernel(
 
 
 @triton.jit
+def _products(values, rows, M: tl.constexpr, TILES: tl.constexpr):
+    """`products` of a row with each of M rows."""
+    parts = ()
+    for m in tl.static_range(M):
+        parts = parts + (products(values, rows[m * TILES : (m + 1) * TILES]),)
+    return parts
+
+
+@triton.jit
 def _block_gradient(
     values, i, query_sums, target, added, upstream, opened, factor, queries, query_strides, grad_lse, lse, scores,
     inv_rms, sample, tokens, live, rows, num_blocks, num_rows, scale,
@@ -248,15 +265,15 @@ def _block_gradient(
     """Store dv = sum over queries of a dh + scale r ds q, minus (r^2 / D) (sum of ds s) v; the queries' sums go on."""
     norm = tl.load(inv_rms + i * num_rows + rows, mask=live, other=0.0)
     key_term = tl.zeros_like(norm)
+    dots = row_sums(_products(values, upstream, M, TILES))
     of_upstream, of_query = (), ()
     for m in tl.static_range(M):
-        product = dot(values, upstream[m * TILES : (m + 1) * TILES])
         score, weight = _score_and_weight(scores, lse, m, i, num_blocks, num_rows, rows, live)
         if m == 0 and len(opened) == 1:
-            grad_score = weight * (factor * product - opened[0])
+            grad_score = weight * (factor * dots[0] - opened[0])
             weight *= factor
         else:  # loaded for every source: registers are scarcer than the first cache
-            grad_score = weight * (product + tl.load(grad_lse + m * num_rows + rows, mask=live, other=0.0))
+            grad_score = weight * (dots[m] + tl.load(grad_lse + m * num_rows + rows, mask=live, other=0.0))
         key_term += grad_score * score
         of_upstream = of_upstream + (weight,)
         of_query = of_query + (scale * norm * grad_score,)
