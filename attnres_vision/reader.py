@@ -74,6 +74,7 @@ class DepthAttention(nn.Module):
         self.given, self.given_other = dim if given is None else given, given_other
         self.kind = config.query if self.given else "static"
         self.unused = unused
+        self.is_managed = False  # has been seen with parameters that are not plain ones: sharded, for one
         self.group: tuple[DepthAttention, ...] = ()  # two_phase.py: the readers that this one reads for, itself first
         shapes: dict[str, tuple[int, ...]] = {}
         if not only_embedding and not unused:

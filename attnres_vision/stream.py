@@ -45,6 +45,8 @@ class DepthStream:
         uncast: the stream that this one is a cast of; the host reads the cast and goes on with the other.
         pending: an output still to be added to the partial sum, which the next reader's kernel does on its way.
         ahead: for some readers what two_phase.py has read for them of the first sources; others read all themselves.
+        found: what a read of this stream found for readers to come, until `write` hands it on as `ahead`: if it stayed,
+            the arguments of a checkpoint would be in a cycle with the graph, and the recomputation would find it.
     """
 
     blocks: tuple[Tensor, ...]
@@ -59,6 +61,7 @@ class DepthStream:
     uncast: DepthStream | None = None
     pending: Tensor | None = None
     ahead: Mapping[object, Earlier] | None = None
+    found: Mapping[object, Earlier] | None = None
 
     # Reading and writing ---------------------------------------------------------------------------------------------
 
@@ -93,14 +96,17 @@ class DepthStream:
             delta = delta.broadcast_to(self.shape)
         self.settle()
         part = None if self.part is None else self.part.written(self, delta)
-        if self.partial is None:
-            return dataclasses.replace(self, partial=delta, sealed=False, part=part, uncast=None)
-        if self.sealed:
-            blocks = (*self.blocks, collect(self.partial))  # from now on many layers read it
-            return dataclasses.replace(self, blocks=blocks, partial=delta, sealed=False, part=part, uncast=None)
-        if part is None and self._may_wait(delta):
-            return dataclasses.replace(self, pending=delta, uncast=None)
-        return dataclasses.replace(self, partial=self._sum(delta), part=part, uncast=None)
+        ahead, self.found = self.found or self.ahead, None
+        new = dataclasses.replace(self, ahead=ahead, sealed=False, part=part, uncast=None)
+        if self.partial is not None and self.sealed:
+            new.blocks = (*self.blocks, collect(self.partial))  # from now on many layers read it
+        if self.partial is None or self.sealed:
+            new.partial = delta
+        elif part is None and self._may_wait(delta):
+            new.pending = delta
+        else:
+            new.partial = self._sum(delta)
+        return new
 
     def _sum(self, delta: Tensor) -> Tensor:
         assert self.partial is not None
@@ -172,9 +178,11 @@ class DepthStream:
         channel_dim = self.channel_dim if channel_dim is None else channel_dim
         if blocks[0].ndim == 0 or blocks[0].shape[channel_dim] != self.shape[self.channel_dim]:
             refuse("indexing or reshaping its width")
-        return dataclasses.replace(
-            self, blocks=blocks, partial=partial, channel_dim=channel_dim, part=None, uncast=None, ahead=None
-        )
+        return self._of_others(blocks=blocks, partial=partial, channel_dim=channel_dim, part=None, uncast=None)
+
+    def _of_others(self, **changes: Any) -> DepthStream:
+        """The stream of other sources: what was read ahead of these is not theirs."""
+        return dataclasses.replace(self, ahead=None, found=None, **changes)
 
     def __getitem__(self, index: Any) -> DepthStream:
         part = self.map(lambda source: source[index])
@@ -246,7 +254,7 @@ class DepthStream:
         if dtype != self.blocks[0].dtype:
             return dataclasses.replace(self, cast=dtype, uncast=self)
         partial = None if self.partial is None else self.partial.to(dtype)
-        return dataclasses.replace(self, partial=partial, cast=None, ahead=None)
+        return self._of_others(partial=partial, cast=None)
 
     def _with_vectors(self, function: Callable[[Tensor], Tensor]) -> DepthStream:
         """`map` that also changes the stream's conditions."""
@@ -295,9 +303,8 @@ class DepthStream:
         joined = tuple(torch.cat(rows, dim) for rows in zip(*columns, strict=True))
         blocks, partial = (joined, None) if first.partial is None else (joined[:-1], joined[-1])
         sealed = all(part.sealed for part in streams)
-        return dataclasses.replace(
-            first, blocks=blocks, partial=partial, sealed=sealed, other=None, part=None, uncast=None, ahead=None
-        )
+        changes = {"blocks": blocks, "partial": partial, "sealed": sealed}
+        return first._of_others(**changes, other=None, part=None, uncast=None)
 
     # Everything else is an error -------------------------------------------------------------------------------------
 
@@ -336,14 +343,15 @@ refuse_operators(DepthStream)
 
 def _flatten(stream: DepthStream) -> tuple[list[Any], tuple[Any, ...]]:
     stream.settle()
-    children = [stream.blocks, stream.partial, stream.condition, stream.other, stream.part, stream.ahead]
+    # Not `ahead`: what a function does to the tensors would have to be done to the means that it stands for
+    children = [stream.blocks, stream.partial, stream.condition, stream.other, stream.part]
     return children, (stream.sealed, stream.channel_dim, stream.cast, stream.bounds)
 
 
 def _unflatten(children: Any, context: Any) -> DepthStream:
-    blocks, partial, condition, other, part, ahead = children
+    blocks, partial, condition, other, part = children
     sealed, channel_dim, cast, bounds = context
-    return DepthStream(blocks, partial, condition, sealed, channel_dim, other, cast, bounds, part, ahead=ahead)
+    return DepthStream(blocks, partial, condition, sealed, channel_dim, other, cast, bounds, part)
 
 
 pytree.register_pytree_node(DepthStream, _flatten, _unflatten, serialized_type_name="attnres_vision.DepthStream")

@@ -59,6 +59,8 @@ def begins_group(reader: DepthAttention, stream: DepthStream) -> bool:
     config = reader.config
     if len(reader.group) < 2 or config.two_phase is False or decomposed.is_needed():
         return False
+    if stream.partial is not None and not stream.sealed:
+        return False  # called out of turn: the sum is not final
     if stream.uncast is not None and stream.uncast.blocks[0] is not stream.blocks[0]:
         return False  # the host goes on with other sources, and so would the later readers
     if config.two_phase is None and dispatch.choose(stream.blocks, config.heads) != "triton":
@@ -87,10 +89,17 @@ def has_read_for(reader: DepthAttention, stream: DepthStream) -> bool:
 
 
 def _is_at_hand(reader: DepthAttention, device: torch.device) -> bool:
-    """Whether a reader's parameters are here and whole: sharded or offloaded ones are not, out of turn."""
+    """Whether a reader's parameters are here and whole, now and in backward: offloaded or sharded ones are not.
+
+    What FSDP manages may be whole at the moment, but its gradients are reduced once its own layer's backward is done.
+    """
     parameters = list(reader.parameters())
-    plain = all(type(parameter) is nn.Parameter and parameter.device == device for parameter in parameters)
-    return plain and reader.query is not None and reader.query.shape == (reader.dim,) and not reader.given_other
+    if not all(type(parameter) is nn.Parameter for parameter in parameters):
+        reader.is_managed = True
+    if reader.is_managed or getattr(reader, "_is_fsdp_managed_module", False) or reader.query is None:
+        return False
+    here = all(parameter.device == device for parameter in parameters)
+    return here and reader.query.shape == (reader.dim,) and not reader.given_other
 
 
 def read_ahead(reader: DepthAttention, stream: DepthStream) -> Tensor:
@@ -103,6 +112,6 @@ def read_ahead(reader: DepthAttention, stream: DepthStream) -> Tensor:
     )
     holder: DepthStream | None = stream
     while holder is not None:  # the host reads a cast of its stream, and goes on with the stream
-        holder.ahead = dict(zip(reader.group[1:], later, strict=True))
+        holder.found = dict(zip(reader.group[1:], later, strict=True))
         holder = holder.uncast
     return first

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import register_flop_formula
 
 from attnres_vision.ops import eager_two_phase
@@ -108,15 +107,6 @@ class Earlier:
         if torch._C._current_graph_task_id() != -1:
             return group.exchange.mean(index, group.kept, group.kernel, keep=True)
         return mix(group.kept, group.kernel, index, index + 1)[0]
-
-
-# Whoever maps a function over the tensors of a stream may give the log-sum-exp another node in the graph
-pytree.register_pytree_node(
-    Earlier,
-    lambda earlier: ([earlier.lse], (earlier.group, earlier.index)),
-    lambda children, context: Earlier(*children, *context),
-    serialized_type_name="attnres_vision.Earlier",
-)
 
 
 def attend_blocks(

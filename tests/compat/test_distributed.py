@@ -32,6 +32,14 @@ CASES: dict[str, dict[str, Any]] = {
         "config": {"mode": "full", "query": "token", "rank": 4},
         "checkpointing": True,
     },
+    "ddp-two-phase": {"wrap": "ddp", "name": "vit", "config": {"mode": "full", "two_phase": True}},
+    # Parameters of later layers are whole when a group of readers begins, and gone before its backward ends
+    "fsdp-two-phase-unsharded": {
+        "wrap": "fsdp",
+        "name": "vit",
+        "config": {"mode": "full", "two_phase": True},
+        "reshard_after_forward": False,
+    },
 }
 
 
@@ -77,10 +85,17 @@ def worker(rank: int, port: int, folder: str, names: list[str]) -> None:
             from torch.distributed.fsdp import fully_shard
 
             mesh = init_device_mesh("cpu", (WORLD,))
+            options = {"mesh": mesh, "reshard_after_forward": case.get("reshard_after_forward", True)}
             for block in model.blocks:
-                fully_shard(block, mesh=mesh)
-            fully_shard(model, mesh=mesh)
-            losses = train(model, model, rank, WORLD)
+                fully_shard(block, **options)
+            fully_shard(model, **options)
+
+            def run(batch: Tensor, model: nn.Module = model) -> Tensor:
+                with torch.no_grad():  # a validation in between leaves the layers whole, if they may stay so
+                    model(batch)
+                return model(batch)
+
+            losses = train(model, run, rank, WORLD)
             state = {
                 key: value.full_tensor() for key, value in model.state_dict().items() if hasattr(value, "to_local")
             }

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import timm
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import attnres_vision
 from attnres_vision import two_phase as two_phase_module
@@ -157,11 +160,12 @@ def test_no_pass_for_other_sources_than_those_the_host_goes_on_with():
     model = vit(two_phase=True).eval()
     images = torch.randn(1, 3, 16, 16, dtype=torch.float64)
     streams = []
-    model.blocks[2].register_forward_pre_hook(lambda block, args: streams.append(args[0]))
+    opened = model.blocks[1].norm2
+    opened.register_forward_pre_hook(lambda norm, args: streams.append(args[0]), prepend=True)
     with torch.no_grad():
         model(images)
         moved = streams[0].permute(0, 2, 1)
-        reader = model.blocks[1].norm2.depth
+        reader = opened.depth
         assert two_phase_module.begins_group(reader, streams[0])
         cached = moved.channels_last()
         cached.uncast = moved
@@ -207,3 +211,48 @@ def test_training_keeps_no_more_hidden_states_than_one_phase(config):
     groups = sum(bool(module.group) for module in vit(**config).modules() if hasattr(module, "group"))
     assert groups == 2
     assert kept(vit(two_phase=True, **config)) <= kept(vit(two_phase=False, **config)) + groups
+
+
+def test_a_reader_that_is_called_out_of_turn_changes_nothing():
+    """A probe in an open block: its sum is not what later readers will find."""
+    results = []
+    for probed in (False, True):
+        model = vit(two_phase=True, block_size=4)
+        if probed:
+            reader = model.blocks[2].norm1.depth
+
+            def probe(norm: nn.Module, args: tuple, reader: nn.Module = reader) -> None:
+                reader(args[0])
+
+            model.blocks[3].norm2.register_forward_pre_hook(probe, prepend=True)
+        results.append(step(model, torch.linspace(-1, 1, 768, dtype=torch.float64).view(1, 3, 16, 16)))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_a_function_mapped_over_the_tensors_of_a_stream_reaches_all_that_is_read():
+    """As DDP, FSDP and users do with pytrees: here the samples are put in another order between two layers."""
+    results = []
+    for shared in (False, True):
+        model = vit(mode="full", two_phase=shared)
+        model.blocks[2].register_forward_hook(
+            lambda block, args, out: pytree.tree_map_only(torch.Tensor, lambda t: t.flip(0), out)
+        )
+        torch.manual_seed(1)
+        results.append(step(model, torch.randn(2, 3, 16, 16, dtype=torch.float64)))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_checkpointing_keeps_nothing_alive_after_a_forward_pass_without_backward():
+    """A group begins at the first norm of a checkpointed layer: its stream must not hold the graph it is in."""
+    model = vit(two_phase=True, block_size=4)
+    model.set_grad_checkpointing()
+    kept: list[weakref.ref] = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda block, args, out: kept.append(weakref.ref(out)))
+    out = model(torch.randn(2, 3, 16, 16, dtype=torch.float64))
+    assert out.requires_grad and len(kept) == 6
+    del out
+    gc.collect()
+    assert [reference() for reference in kept] == [None] * 6
