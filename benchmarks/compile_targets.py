@@ -284,7 +284,7 @@ def quick_reads() -> Iterator[Read]:
     yield Read(9, 1152, "fp32", query="token", norm="layer")
     yield Read(9, 1024, queries=6, accumulate=True)
     yield Read(3, 1024, norm="adaln", add=True, accumulate=True, merge=True)
-    yield Read(4, 384, "mixed")
+    yield Read(4, 384, "mixed", heads=3, grad_weights=True)
     yield Read(4, 384, "last", add=True)
 
 

@@ -57,7 +57,8 @@ def expected(sources: list[Tensor], queries: list[Tensor], **options) -> list[Te
 def assert_close(found: list[Tensor], wanted: list[Tensor], tolerance: float = 1e-5) -> None:
     for index, (value, target) in enumerate(zip(found, wanted, strict=True)):
         error, size = (value.double() - target).abs().max().item(), target.abs().max().item()
-        assert error <= tolerance * size, f"tensor {index}: off by {error:.1e} of {size:.1e}"
+        # The query of a single source has a gradient of zero: what is left is rounding of terms of order one
+        assert error <= tolerance * (size or 1.0), f"tensor {index}: off by {error:.1e} of {size:.1e}"
 
 
 @pytest.mark.parametrize("query", QUERIES)

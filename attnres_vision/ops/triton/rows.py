@@ -135,8 +135,8 @@ def products_by_head(left, right, HEADS: tl.constexpr, TILES: tl.constexpr):
     """`products` of every head's slice of the row, a tuple."""
     parts = ()
     for head in tl.static_range(HEADS):
-        start: tl.constexpr = head * TILES
-        parts = parts + (products(left[start : start + TILES], right[start : start + TILES]),)
+        left_slice, right_slice = left[head * TILES : (head + 1) * TILES], right[head * TILES : (head + 1) * TILES]
+        parts = parts + (products(left_slice, right_slice),)
     return parts
 
 

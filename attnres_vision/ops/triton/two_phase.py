@@ -248,12 +248,16 @@ def blocks_gradient_kernel(
 
 
 @triton.jit
-def _products(values, rows, M: tl.constexpr, TILES: tl.constexpr):
-    """`products` of a row with each of M rows."""
-    parts = ()
+def _dots(values, rows, M: tl.constexpr, TILES: tl.constexpr):
+    """Sums over a row times each of M rows. Of more than six one by one: registers are scarcer than barriers then."""
+    parts, dots = (), ()
     for m in tl.static_range(M):
-        parts = parts + (products(values, rows[m * TILES : (m + 1) * TILES]),)
-    return parts
+        part = products(values, rows[m * TILES : (m + 1) * TILES])
+        if M > 6:
+            dots = dots + (tl.sum(part, 1),)
+        else:
+            parts = parts + (part,)
+    return dots + row_sums(parts)
 
 
 @triton.jit
@@ -265,7 +269,7 @@ def _block_gradient(
     """Store dv = sum over queries of a dh + scale r ds q, minus (r^2 / D) (sum of ds s) v; the queries' sums go on."""
     norm = tl.load(inv_rms + i * num_rows + rows, mask=live, other=0.0)
     key_term = tl.zeros_like(norm)
-    dots = row_sums(_products(values, upstream, M, TILES))
+    dots = _dots(values, upstream, M, TILES)
     of_upstream, of_query = (), ()
     for m in tl.static_range(M):
         score, weight = _score_and_weight(scores, lse, m, i, num_blocks, num_rows, rows, live)
