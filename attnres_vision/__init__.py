@@ -3,11 +3,11 @@
 from attnres_vision import ops as ops
 from attnres_vision import timm as timm
 from attnres_vision.attach import attach, attnres_state_dict, detach, load_attnres_state_dict, readers
+from attnres_vision.attach import families as families
+from attnres_vision.attach.optim import depth_param_groups
+from attnres_vision.attach.record import DepthWeights, record_depth_weights
 from attnres_vision.config import AttnResConfig
-from attnres_vision.optim import depth_param_groups
-from attnres_vision.reader import DepthAttention
-from attnres_vision.record import DepthWeights, record_depth_weights
-from attnres_vision.stream import DepthStream
+from attnres_vision.stream import DepthAttention, DepthStream
 
 __version__ = "0.1.0"
 

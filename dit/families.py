@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from attnres_vision.families import BLOCKS, JOINT, MODELS, ConditionSource, Family, StreamArgument, Sublayers
-from attnres_vision.lazy import WRAPPERS
+from attnres_vision.attach.families import BLOCKS, JOINT, MODELS, ConditionSource, Family, StreamArgument, Sublayers
+from attnres_vision.stream.lazy_read import WRAPPERS
 from dit.host import diffusers_class, diffusers_host_class
 
 IMAGE = StreamArgument("image", 0, "hidden_states")

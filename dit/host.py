@@ -17,12 +17,12 @@ import torch
 from diffusers.configuration_utils import FrozenDict, register_to_config
 from torch import nn
 
-from attnres_vision import families
-from attnres_vision.attach import attach
-from attnres_vision.begin import begin_streams
+from attnres_vision.attach import families
+from attnres_vision.attach.attach import attach
+from attnres_vision.attach.begin import begin_streams
+from attnres_vision.attach.host import AttnResHost, stock_class
 from attnres_vision.config import AttnResConfig
-from attnres_vision.host import AttnResHost, stock_class
-from attnres_vision.reader import DepthAttention
+from attnres_vision.stream.reader import DepthAttention
 from dit.parallel import split_blocks, split_embeddings, without_blocks
 
 # These subtract the residual streams before and behind blocks; the others keep outputs of attention modules.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from diffusers import ModelMixin as ModelMixin
 
-from attnres_vision.families import MODELS
+from attnres_vision.attach.families import MODELS
 from dit.families import diffusers_class, diffusers_host_class
 
 __all__ = []

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from attnres_vision import families
-from attnres_vision.stream import DepthStream
+from attnres_vision.attach import families
+from attnres_vision.stream.stream import DepthStream
 
 ATTRIBUTES = ("depth_split_embeddings", "depth_split_inputs")
 

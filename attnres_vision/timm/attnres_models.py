@@ -17,7 +17,7 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, model_entry
 from timm.models import get_arch_pretrained_cfgs as _pretrained_cfgs_of
 from torch import Tensor, nn
 
-from attnres_vision.attach import attach, attnres_state_dict
+from attnres_vision.attach.attach import attach, attnres_state_dict
 from attnres_vision.config import AttnResConfig
 
 PREFIX = "attnres_"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import attnres_vision
-from attnres_vision import families
+from attnres_vision.attach import families
 from tests.timm_models.tiny import attached_copy, images, randomise_depth, stock_model
 
 

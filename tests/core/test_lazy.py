@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 import attnres_vision
-from attnres_vision.lazy import LazyRead
 from attnres_vision.ops import reference
+from attnres_vision.stream.lazy_read import LazyRead
 
 QUERIES = [{}, {"query": "token", "rank": 3}, {"query": "block", "rank": 3}, {"query": "condition", "rank": 3}]
 

@@ -10,11 +10,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from attnres_vision import DepthStream
+from attnres_vision.stream.open_block import OpenBlock
 
 
 def stream_of(*shape: int, blocks: int = 3, partial: bool = True) -> DepthStream:
     make = [torch.randn(*shape, dtype=torch.float64) for _ in range(blocks + 1)]
-    return DepthStream(tuple(make[:blocks]), partial=make[-1] if partial else None)
+    return DepthStream(tuple(make[:blocks]), open_block=OpenBlock(make[-1]) if partial else None)
 
 
 def assert_maps(result: DepthStream, stream: DepthStream, function) -> None:
@@ -29,15 +30,15 @@ def assert_maps(result: DepthStream, stream: DepthStream, function) -> None:
 # Writing -------------------------------------------------------------------------------------------------------------
 
 
-def test_layers_of_a_block_are_summed_and_sealing_starts_a_new_block() -> None:
+def test_layers_of_a_block_are_summed_and_closing_it_starts_a_new_one() -> None:
     embedding, a, b, c = torch.randn(4, 2, 3, 5).unbind()
     stream = DepthStream((embedding,))
     assert stream.sources() == (embedding,)
     stream = stream + a
     assert [s is t for s, t in zip(stream.sources(), (embedding, a), strict=True)] == [True, True]
     stream = b + stream  # a tensor on the left
-    stream.seal()
-    stream.seal()  # recomputation seals again
+    stream.close_block()
+    stream.close_block()  # recomputation closes again
     assert torch.equal(stream.sources()[1], a + b)
     stream = stream + c
     assert len(stream.sources()) == 3
@@ -72,15 +73,15 @@ def test_bf16_outputs_accumulate_in_the_dtype_of_the_embedding() -> None:
     stream = DepthStream((torch.zeros(1, 1, 2),)) + torch.ones(1, 1, 2, dtype=torch.bfloat16)
     for _ in range(256):
         stream = stream + torch.full((1, 1, 2), 2.0**-9, dtype=torch.bfloat16)
-    assert stream.partial.dtype == torch.float32
-    assert torch.equal(stream.partial, torch.full((1, 1, 2), 1.5))
+    assert stream.open_block.total.dtype == torch.float32
+    assert torch.equal(stream.open_block.total, torch.full((1, 1, 2), 1.5))
 
 
 def test_fp32_outputs_keep_their_precision_in_a_bf16_model() -> None:
     """LayerScale in fp32 after a bf16 layer gives fp32 outputs, which the stock stream would promote as well."""
     stream = DepthStream((torch.zeros(1, 1, 2, dtype=torch.bfloat16),)) + torch.ones(1, 1, 2)
     stream = stream + torch.full((1, 1, 2), 2.0**-9)
-    assert torch.equal(stream.partial, torch.full((1, 1, 2), 1 + 2.0**-9))
+    assert torch.equal(stream.open_block.total, torch.full((1, 1, 2), 1 + 2.0**-9))
 
 
 # What a host asks of its residual tensor -----------------------------------------------------------------------------
@@ -142,11 +143,11 @@ def test_a_token_that_joins_late_is_an_embedding(partial: bool) -> None:
 
 def test_a_stream_is_a_pytree() -> None:
     stream = stream_of(2, 3, 4)
-    stream.seal()
+    stream.close_block()
     leaves, spec = pytree.tree_flatten(stream)
     assert len([leaf for leaf in leaves if isinstance(leaf, Tensor)]) == 4
     back = pytree.tree_unflatten(leaves, spec)
-    assert back.sealed
+    assert back.is_closed
     assert_maps(back, stream, lambda x: x)
     assert_maps(copy.deepcopy(stream), stream, lambda x: x)
 

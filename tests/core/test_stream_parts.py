@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from attnres_vision import AttnResConfig, DepthAttention, DepthStream
+from attnres_vision.stream.open_block import OpenBlock
 
 B, T, D = 2, 6, 4
 
@@ -18,7 +19,7 @@ B, T, D = 2, 6, 4
 def stream_of(sources: int = 3, dtype: torch.dtype = torch.float64, tokens: int = T, seed: int = 0) -> DepthStream:
     generator = torch.Generator().manual_seed(seed)
     blocks = tuple(torch.randn(B, tokens, D, dtype=torch.float64, generator=generator) for _ in range(sources))
-    return DepthStream(tuple(block.to(dtype) for block in blocks[:-1]), blocks[-1].to(dtype))
+    return DepthStream(tuple(block.to(dtype) for block in blocks[:-1]), OpenBlock(blocks[-1].to(dtype)))
 
 
 def delta(tokens: int, dtype: torch.dtype = torch.float64, seed: int = 9) -> Tensor:
@@ -52,12 +53,13 @@ def test_a_slice_of_a_slice_joins_twice() -> None:
     assert torch.cat([torch.cat([left[:, :1], left[:, 1:]], 1), right], 1) is stream
 
 
-@pytest.mark.parametrize("sealed", [True, False], ids=["sealed", "open"])
+@pytest.mark.parametrize("closed", [True, False], ids=["closed", "open"])
 @pytest.mark.parametrize("written", ["both", "one", "twice"])
-def test_writes_to_slices_become_one_write_to_the_stream(written: str, sealed: bool) -> None:
+def test_writes_to_slices_become_one_write_to_the_stream(written: str, closed: bool) -> None:
     """HunyuanVideo's token replacement writes to both halves, a ControlNet to the image tokens only."""
     stream = stream_of()
-    stream.sealed = sealed
+    if closed:
+        stream.close_block()
     left, right = stream[:, :2], stream[:, 2:]
     a, b = delta(2), delta(4)
     whole = torch.cat([a if written != "one" else torch.zeros_like(a), b], 1)
@@ -68,7 +70,7 @@ def test_writes_to_slices_become_one_write_to_the_stream(written: str, sealed: b
     assert len(joined.sources()) == len(expected.sources())
     for got, wanted in zip(joined.sources(), expected.sources(), strict=True):
         assert torch.equal(got, wanted)
-    for kept, source in zip(joined.blocks, stream.sources() if sealed else stream.blocks, strict=True):
+    for kept, source in zip(joined.blocks, stream.sources() if closed else stream.blocks, strict=True):
         assert kept is source  # no copies
 
 
@@ -86,14 +88,14 @@ def test_slices_that_do_not_make_up_the_stream_are_joined_source_by_source() -> 
 
 
 def test_a_slice_that_was_read_into_a_new_block_keeps_its_boundary() -> None:
-    """A reader seals one slice; its write then starts a block that the whole stream does not have."""
+    """A reader closes the block of one slice; its write then starts a block that the whole stream does not have."""
     stream = stream_of()
     left, right = stream[:, :2], stream[:, 2:]
-    left.seal()
-    right.seal()
+    left.close_block()
+    right.close_block()
     joined = torch.cat([left + delta(2), right + delta(4)], dim=1)
     assert len(joined.sources()) == len(stream.sources()) + 1
-    assert torch.equal(joined.partial, torch.cat([delta(2), delta(4)], 1))
+    assert torch.equal(joined.open_block.total, torch.cat([delta(2), delta(4)], 1))
 
 
 def test_assigning_what_was_added_to_a_slice_writes_to_the_stream() -> None:
@@ -137,9 +139,9 @@ def test_a_cast_keeps_the_finished_sources() -> None:
     assert raised.dtype == torch.float32 and raised.sources()[0] is stream.sources()[0]
     assert reader()(raised).dtype == torch.float32
     written = raised + delta(T, torch.float32)
-    assert torch.equal(written.partial, stream.partial.float() + delta(T, torch.float32))
+    assert torch.equal(written.open_block.total, stream.open_block.total.float() + delta(T, torch.float32))
     lowered = written.type_as(stream)
-    assert lowered.dtype == torch.bfloat16 == lowered.partial.dtype and lowered.blocks[0] is stream.blocks[0]
+    assert lowered.dtype == torch.bfloat16 == lowered.open_block.total.dtype and lowered.blocks[0] is stream.blocks[0]
     assert raised.total().dtype == torch.float32
 
 
@@ -147,10 +149,10 @@ def test_a_reader_that_ends_the_block_of_a_cast_ends_that_of_the_stream() -> Non
     """Wan: `norm(x.float())` reads a cast, and `x = (x.float() + v).type_as(x)` writes to another one."""
     plain = stream_of(dtype=torch.bfloat16)
     for stream in (plain, stream_of(dtype=torch.bfloat16).float().type_as(plain)):
-        stream.float().seal()
+        stream.float().close_block()
         written = (stream.float() + delta(T, torch.float32)).type_as(stream)
         assert len(written.sources()) == len((stream + delta(T, torch.bfloat16)).sources()) == 4
-        assert written.uncast is None  # nothing that keeps the streams before alive
+        assert written.open_block is not stream.open_block  # which a later write to the stream itself finds as it was
 
 
 def test_a_tensor_takes_the_dtype_of_a_stream() -> None:
@@ -175,9 +177,9 @@ def test_moving_to_a_device_moves_the_conditions() -> None:
 def test_reads_of_a_clipped_stream_are_finite_in_fp16() -> None:
     """Hosts clip an fp16 stream. The sum of finite sources can overflow, so the reads are clipped too."""
     large = torch.full((B, T, D), 60000.0).half()
-    stream = DepthStream((large, large), torch.full((B, T, D), float("inf")).half())
+    stream = DepthStream((large, large), OpenBlock(torch.full((B, T, D), float("inf")).half()))
     clipped = stream.clip(-65504, 65504)
-    assert clipped.partial.max() == 65504
+    assert clipped.open_block.total.max() == 65504
     assert torch.isfinite(reader()(clipped)).all() and reader()(clipped).max() == 65504
     assert torch.isfinite(clipped.total()).all()
     assert not torch.isfinite(stream.total()).all()
@@ -188,4 +190,4 @@ def test_clipping_within_the_bounds_changes_nothing() -> None:
     depth = reader()
     clipped = stream.clip(-65504, 65504)
     assert torch.equal(depth(clipped), depth(stream)) and torch.equal(clipped.total(), stream.total())
-    assert (clipped + delta(T, torch.float16)).bounds == (-65504, 65504)
+    assert (clipped + delta(T, torch.float16)).host_view.bounds == (-65504, 65504)

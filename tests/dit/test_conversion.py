@@ -183,7 +183,7 @@ def test_hosts_that_clip_their_streams_in_fp16(name: str) -> None:
     model = dit.convert(stock, {"block_size": 2})
     bounds = set()
     for depth in attnres_vision.readers(model).values():
-        depth.register_forward_pre_hook(lambda _, args: bounds.add(args[0].bounds))
+        depth.register_forward_pre_hook(lambda _, args: bounds.add(args[0].host_view.bounds))
     assert relative_error(model(**inputs)[0].double(), exact(**exact_inputs)[0]) < 2 * error
     assert (-65504, 65504) in bounds
 

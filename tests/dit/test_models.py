@@ -229,8 +229,8 @@ def test_a_model_outside_the_table_lists_what_is_supported() -> None:
 
 def test_a_line_adds_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the error says: a line for the model class, and one for each block class."""
-    from attnres_vision.families import BLOCKS
-    from attnres_vision.families import MODELS as LINES
+    from attnres_vision.attach.families import BLOCKS
+    from attnres_vision.attach.families import MODELS as LINES
     from dit.families import DUAL, SINGLE, dit_family
 
     module = "diffusers.models.transformers.transformer_longcat_image.LongCatImage"

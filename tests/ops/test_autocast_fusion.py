@@ -18,11 +18,11 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnres_vision
-from attnres_vision.begin import Begin, Conditions, tell_other_stream
-from attnres_vision.families import StreamArgument
-from attnres_vision.lazy import LazyRead
+from attnres_vision.attach.begin import Begin, Conditions, tell_other_stream
+from attnres_vision.attach.families import StreamArgument
 from attnres_vision.ops import backend, reference
-from attnres_vision.stream import DepthStream
+from attnres_vision.stream.lazy_read import LazyRead
+from attnres_vision.stream.stream import DepthStream
 
 SHAPE = (2, 5, 48)
 
@@ -78,18 +78,18 @@ def test_a_fused_sum_and_norm_are_what_the_separate_ones_are(norm: nn.Module, dt
         leaf_query = query.clone().requires_grad_()
         with torch.autocast(device, torch.bfloat16), backend("triton"):
             stream = DepthStream((embedding,)).write(first).write(second)
-            assert stream.pending is second
+            assert stream.open_block.pending is second
             if not fused:
-                stream.settle()
-            read = LazyRead((*stream.blocks, stream.partial), leaf_query, stream=stream)
+                stream.sources()
+            read = LazyRead((*stream.blocks, stream.open_block.total), leaf_query, open_block=stream.open_block)
             declared, out = read.dtype, norm(read if fused else read.tensor())
             assert declared == read.tensor().dtype
-        later = stream.partial.float()
+        later = stream.open_block.total.float()
         (out * upstream).sum().backward(retain_graph=True, inputs=[*leaves, leaf_query, *norm.parameters()])
         (later * upstream).sum().backward(inputs=[first, second])
         gradients = [tensor.grad for tensor in (*leaves, leaf_query, *norm.parameters())]
         norm.zero_grad()
-        return [out, stream.partial, *gradients]
+        return [out, stream.open_block.total, *gradients]
 
     found, wanted = run(True), run(False)
     assert found[0].dtype == torch.float32
@@ -113,7 +113,7 @@ def test_telling_the_other_stream_makes_each_pending_sum_once(device: str) -> No
     with backend("triton"), Calls(SHAPE) as calls:
         values = torch.randn(6, *SHAPE, device=device).unbind()
         streams = [DepthStream(values[i : i + 1]).write(values[i + 1]).write(values[i + 2]) for i in (0, 3)]
-        assert calls.counts["sums"] == 0 and all(stream.pending is not None for stream in streams)
+        assert calls.counts["sums"] == 0 and all(stream.open_block.pending is not None for stream in streams)
         told, _ = tell_other_stream(block, tuple(streams), {})
         partials = [stream.sources()[-1] for stream in told]
     assert calls.counts["sums"] == 2

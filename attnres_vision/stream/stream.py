@@ -12,9 +12,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -22,71 +23,64 @@ from attnres_vision.ops import decomposed, dispatch
 from attnres_vision.ops.collect import collect
 from attnres_vision.ops.reference import promoted
 from attnres_vision.ops.two_phase import Earlier
-from attnres_vision.refusals import refusal, refuse, refuse_operators
-from attnres_vision.stream_part import StreamPart
+from attnres_vision.stream.open_block import OpenBlock
+from attnres_vision.stream.refusals import refusal, refuse, refuse_operators
 
 
-# A dataclass because FSDP2 finds the tensors of dataclasses, and a registered pytree node (below) for everything else.
+class HostView(NamedTuple):
+    """How the host sees its residual stream; the sources stay as they are.
+
+    Attributes:
+        dtype: what the host has cast the stream to, None if to nothing.
+        bounds: the host has clipped the stream to these: every read is clipped to them, as every source is.
+        channel_dim: where the width D is; -1 until `permute` moves it.
+    """
+
+    dtype: torch.dtype | None = None
+    bounds: tuple[float, float] | None = None
+    channel_dim: int = -1
+
+
+PLAIN = HostView()
+
+
+# A dataclass, because FSDP2 finds the tensors of dataclasses, and a pytree node (below) for everything else.
 @dataclasses.dataclass(eq=False)
 class DepthStream:
     """What the layers so far have added to the residual stream, kept apart by block.
 
     Attributes:
         blocks: finished block sums; `blocks[0]` is the embedding. Each (B, T, D), or any (..., D).
-        partial: sum of the open block's outputs, None before its first output.
+        open_block: None before the first layer's output.
         condition: (B, D) vector for `query="condition"`, None otherwise.
-        sealed: a reader has opened the next block: the next output starts a new partial sum. The sources are the same
-            before and after sealing, so a reader may seal a stream any number of times (recomputation does).
-        channel_dim: where the width D is; -1 until `permute` moves it.
         other: (B, D') token mean of the other stream's newest source, for models that have two and ask for it.
-        cast: the dtype that the host has cast its residual stream to; the sources stay in their own.
-        bounds: the host has clipped its residual stream to these: every read is clipped to them, as every source is.
-        part: what this stream is a slice of, None if of nothing.
-        uncast: the stream that this one is a cast of; the host reads the cast and goes on with the other.
-        pending: an output still to be added to the partial sum, which the next reader's kernel does on its way.
+        host_view: dtype, bounds and layout in which the host sees it.
         ahead: for some readers what two_phase.py has read for them of the first sources; others read all themselves.
-        found: what a read of this stream found for readers to come, until `write` hands it on as `ahead`: if it stayed,
-            the arguments of a checkpoint would be in a cycle with the graph, and the recomputation would find it.
+        part: what this stream is a slice of, None if of nothing.
     """
 
     blocks: tuple[Tensor, ...]
-    partial: Tensor | None = None
+    open_block: OpenBlock | None = None
     condition: Tensor | None = None
-    sealed: bool = False
-    channel_dim: int = -1
     other: Tensor | None = None
-    cast: torch.dtype | None = None
-    bounds: tuple[float, float] | None = None
-    part: StreamPart | None = None
-    uncast: DepthStream | None = None
-    pending: Tensor | None = None
+    host_view: HostView = PLAIN
     ahead: Mapping[object, Earlier] | None = None
-    found: Mapping[object, Earlier] | None = None
+    part: Part | None = None
 
     # Reading and writing ---------------------------------------------------------------------------------------------
 
     def sources(self) -> tuple[Tensor, ...]:
-        """The tensors a reader attends over: the finished blocks, then the open block's partial sum."""
-        self.settle()
-        return self.blocks if self.partial is None else (*self.blocks, self.partial)
+        """The tensors a reader attends over: the finished blocks, then the open block's sum."""
+        return self.blocks if self.open_block is None else (*self.blocks, self.open_block.settle())
 
-    def settle(self, total: Tensor | None = None) -> None:
-        """Bring the partial sum up to date; `total` is that sum where a kernel has made it."""
-        if self.pending is not None:
-            if total is None and self.hides_gradient(self.pending):
-                with torch.inference_mode(False), torch.enable_grad():
-                    total = self._sum(self.pending)
-            self.partial, self.pending = self._sum(self.pending) if total is None else total, None
-
-    def hides_gradient(self, delta: Tensor | None) -> bool:
-        """Whether the sum with `delta` has a gradient that what runs now does not see: a hook, under no_grad."""
-        return not torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (self.partial, delta))
-
-    def seal(self) -> None:
+    def close_block(self) -> None:
         """End the open block: the next output starts a new one."""
-        self.sealed = True
-        if self.uncast is not None:
-            self.uncast.seal()
+        if self.open_block is not None:
+            self.open_block.closed = True
+
+    @property
+    def is_closed(self) -> bool:
+        return self.open_block is not None and self.open_block.closed
 
     def write(self, delta: Tensor) -> DepthStream:
         """The stream after a layer has added `delta`, which must have the stream's shape or broadcast to it."""
@@ -94,35 +88,23 @@ class DepthStream:
             refuse(f"adding a {type(delta).__name__} to it")
         if delta.shape != self.shape:
             delta = delta.broadcast_to(self.shape)
-        self.settle()
         part = None if self.part is None else self.part.written(self, delta)
-        ahead, self.found = self.found or self.ahead, None
-        new = dataclasses.replace(self, ahead=ahead, sealed=False, part=part, uncast=None)
-        if self.partial is not None and self.sealed:
-            new.blocks = (*self.blocks, collect(self.partial))  # from now on many layers read it
-        if self.partial is None or self.sealed:
-            new.partial = delta
-        elif part is None and self._may_wait(delta):
-            new.pending = delta
-        else:
-            new.partial = self._sum(delta)
-        return new
+        block = self.open_block
+        if block is None:
+            return dataclasses.replace(self, open_block=OpenBlock(delta), part=part)
+        total, ahead = block.settle(), block.found or self.ahead
+        block.found = None
+        if block.closed:
+            blocks = (*self.blocks, collect(total))  # from now on many layers read it
+            return dataclasses.replace(self, blocks=blocks, open_block=OpenBlock(delta), ahead=ahead, part=part)
+        dtype = promoted([total.dtype, self.dtype, delta.dtype])  # the host's stream's, so fp32 under autocast
+        waits = part is None and self.host_view == PLAIN and not block.hides_gradient(delta) and self._is_fused(delta)
+        new = OpenBlock(total, delta, dtype) if waits else OpenBlock(total.to(dtype) + delta)
+        return dataclasses.replace(self, open_block=new, ahead=ahead, part=part)
 
-    def _sum(self, delta: Tensor) -> Tensor:
-        assert self.partial is not None
-        return self.partial.to(self.sum_dtype(delta)) + delta
-
-    def sum_dtype(self, delta: Tensor) -> torch.dtype:
-        """The dtype of the partial sum with `delta`: the host's stream's, the embedding's, so fp32 under autocast."""
-        assert self.partial is not None
-        return promoted([self.partial.dtype, self.dtype, delta.dtype])
-
-    def _may_wait(self, delta: Tensor) -> bool:
-        """Whether the next reader can make the sum: in a Triton kernel, of plain sources."""
-        plain = self.channel_dim == -1 and self.cast is None and self.bounds is None
-        if not plain or self.partial is None or self.hides_gradient(delta):
-            return False
-        kernel = dispatch.choose((self.blocks[0], self.partial, delta), 1)
+    def _is_fused(self, delta: Tensor) -> bool:
+        """Whether a Triton kernel makes the sum with `delta` when it reads."""
+        kernel = dispatch.choose((self.blocks[0], self.sources()[-1], delta), 1)
         return kernel == "triton" and not decomposed.is_needed(kernel)
 
     def __add__(self, delta: Tensor) -> DepthStream:
@@ -134,11 +116,11 @@ class DepthStream:
     def total(self) -> Tensor:
         """The ordinary residual stream, in its own dtype: the sum of all sources."""
         total, *rest = self.sources()
-        if self.cast is not None:
-            total = total.to(self.cast)
+        if self.host_view.dtype is not None:
+            total = total.to(self.host_view.dtype)
         for source in rest:
             total = total + source
-        return total if self.bounds is None else total.clamp(*self.bounds)
+        return total if self.host_view.bounds is None else total.clamp(*self.host_view.bounds)
 
     # What a host may ask of its residual tensor ----------------------------------------------------------------------
 
@@ -148,7 +130,7 @@ class DepthStream:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.blocks[0].dtype if self.cast is None else self.cast
+        return self.blocks[0].dtype if self.host_view.dtype is None else self.host_view.dtype
 
     @property
     def device(self) -> torch.device:
@@ -172,34 +154,34 @@ class DepthStream:
         Raises:
             TypeError: the function changed the width, so it is not token-wise.
         """
-        self.settle()
-        blocks = tuple(function(block) for block in self.blocks)
-        partial = None if self.partial is None else function(self.partial)
-        channel_dim = self.channel_dim if channel_dim is None else channel_dim
-        if blocks[0].ndim == 0 or blocks[0].shape[channel_dim] != self.shape[self.channel_dim]:
+        sources = [function(source) for source in self.sources()]
+        view = self.host_view if channel_dim is None else self.host_view._replace(channel_dim=channel_dim)
+        if sources[0].ndim == 0 or sources[0].shape[view.channel_dim] != self.shape[self.host_view.channel_dim]:
             refuse("indexing or reshaping its width")
-        return self._of_others(blocks=blocks, partial=partial, channel_dim=channel_dim, part=None, uncast=None)
+        return self._of(sources, self.is_closed, host_view=view)
 
-    def _of_others(self, **changes: Any) -> DepthStream:
-        """The stream of other sources: what was read ahead of these is not theirs."""
-        return dataclasses.replace(self, ahead=None, found=None, **changes)
+    def _of(self, sources: Sequence[Tensor], closed: bool, **changes: Any) -> DepthStream:
+        """The stream with other sources: what was read ahead of these is not theirs."""
+        blocks, block = tuple(sources), None
+        if self.open_block is not None:
+            blocks, block = blocks[:-1], OpenBlock(blocks[-1], closed=closed)
+        return dataclasses.replace(self, blocks=blocks, open_block=block, ahead=None, part=None, **changes)
 
     def __getitem__(self, index: Any) -> DepthStream:
         part = self.map(lambda source: source[index])
-        part.part = StreamPart.find(self, index)
+        part.part = Part.find(self, index)
         return part
 
     def __setitem__(self, index: Any, value: DepthStream) -> None:
         """`stream[:, a:b] = stream[:, a:b] + delta`, which some hosts write for adding to some of the tokens."""
-        part = value.part if isinstance(value, DepthStream) else None
-        own = StreamPart.find(self, index)
+        part, own = value.part if isinstance(value, DepthStream) else None, Part.find(self, index)
         if part is None or own is None or part.whole is not self or own.place() != part.place():
             refuse("the operator [...] =, except with what was added to the same slice,")
         if part.delta is not None:
-            written = self.write(part.padded_delta())
-            written.settle()
-            self.ahead = None
-            self.blocks, self.partial, self.sealed, self.part = written.blocks, written.partial, False, written.part
+            padding = [0, 0] * (self.ndim - part.dim - 1) + [part.start, self.shape[part.dim] - part.stop]
+            written = self.write(F.pad(part.delta, padding))
+            written.sources()  # settled
+            self.blocks, self.open_block, self.ahead, self.part = written.blocks, written.open_block, None, written.part
 
     def reshape(self, *shape: Any) -> DepthStream:
         return self.map(lambda source: source.reshape(*shape))
@@ -219,14 +201,13 @@ class DepthStream:
 
     def permute(self, *dims: Any) -> DepthStream:
         order = [dim % self.ndim for dim in (dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims)]
-        channel_dim = order.index(self.channel_dim % self.ndim) - self.ndim
+        channel_dim = order.index(self.host_view.channel_dim % self.ndim) - self.ndim
         return self.map(lambda source: source.permute(order), channel_dim)
 
     def channels_last(self) -> DepthStream:
         """The stream with its width in the last dimension, where readers need it."""
-        if self.channel_dim == -1:
-            return self
-        return self.map(lambda source: source.movedim(self.channel_dim, -1), -1)
+        channel_dim = self.host_view.channel_dim
+        return self if channel_dim == -1 else self.map(lambda source: source.movedim(channel_dim, -1), -1)
 
     def contiguous(self) -> DepthStream:
         return self  # the tensor that is read out of the stream is contiguous
@@ -242,24 +223,24 @@ class DepthStream:
                 device = value
         stream = self
         if device is not None and torch.device(device) != self.device:
-            non_blocking = kwargs.get("non_blocking", False)
-            stream = stream._with_vectors(lambda source: source.to(device, non_blocking=non_blocking))
+
+            def move(tensor: Tensor) -> Tensor:
+                return tensor.to(device, non_blocking=kwargs.get("non_blocking", False))
+
+            condition, other = (None if vector is None else move(vector) for vector in (self.condition, self.other))
+            stream = dataclasses.replace(self.map(move), condition=condition, other=other)
         return stream if dtype is None else stream.to_dtype(dtype)
 
     def to_dtype(self, dtype: torch.dtype) -> DepthStream:
         """The stream as one of another dtype: reads and sums change, the finished sources stay as they are."""
         if dtype == self.dtype:
             return self
-        self.settle()
         if dtype != self.blocks[0].dtype:
-            return dataclasses.replace(self, cast=dtype, uncast=self)
-        partial = None if self.partial is None else self.partial.to(dtype)
-        return self._of_others(partial=partial, cast=None)
-
-    def _with_vectors(self, function: Callable[[Tensor], Tensor]) -> DepthStream:
-        """`map` that also changes the stream's conditions."""
-        condition, other = (None if v is None else function(v) for v in (self.condition, self.other))
-        return dataclasses.replace(self.map(function), condition=condition, other=other)
+            return dataclasses.replace(self, host_view=self.host_view._replace(dtype=dtype))
+        block = self.open_block
+        if block is not None and block.settle().dtype != dtype:
+            block = OpenBlock(block.total.to(dtype), closed=block.closed)
+        return dataclasses.replace(self, open_block=block, host_view=self.host_view._replace(dtype=None))
 
     def float(self) -> DepthStream:
         return self.to_dtype(torch.float32)
@@ -275,7 +256,7 @@ class DepthStream:
         """
         low, high = -float("inf") if min is None else min, float("inf") if max is None else max
         clipped = self.map(lambda source: source.clamp(low, high))
-        return dataclasses.replace(clipped, bounds=(low, high))
+        return dataclasses.replace(clipped, host_view=self.host_view._replace(bounds=(low, high)))
 
     clamp = clip
 
@@ -286,25 +267,22 @@ class DepthStream:
         A tensor among streams (a class token that joins late) is an embedding: it becomes part of source 0, and the
         other sources are zero there. All parts of one stream give that stream back, without a copy of its sources.
         """
-        first = next(part for part in parts if isinstance(part, DepthStream))
-        if dim % first.ndim == first.channel_dim % first.ndim:
+        streams = [part for part in parts if isinstance(part, DepthStream)]
+        first = streams[0]
+        if dim % first.ndim == first.host_view.channel_dim % first.ndim:
             refuse("torch.cat along its width")
-        whole = StreamPart.join(parts, dim)
+        whole = Part.join(parts, dim % first.ndim)
         if whole is not None:
             return whole
-        streams = [part for part in parts if isinstance(part, DepthStream)]
-        if len({(len(part.blocks), part.partial is None) for part in streams}) > 1:
+        if len({(len(stream.blocks), stream.open_block is None) for stream in streams}) > 1:
             refuse("torch.cat of streams with different numbers of sources")
         rest = len(first.sources()) - 1
         columns = [
             part.sources() if isinstance(part, DepthStream) else (part, *[torch.zeros_like(part)] * rest)
             for part in parts
         ]
-        joined = tuple(torch.cat(rows, dim) for rows in zip(*columns, strict=True))
-        blocks, partial = (joined, None) if first.partial is None else (joined[:-1], joined[-1])
-        sealed = all(part.sealed for part in streams)
-        changes = {"blocks": blocks, "partial": partial, "sealed": sealed}
-        return first._of_others(**changes, other=None, part=None, uncast=None)
+        joined = [torch.cat(rows, dim) for rows in zip(*columns, strict=True)]
+        return first._of(joined, all(stream.is_closed for stream in streams), other=None)
 
     # Everything else is an error -------------------------------------------------------------------------------------
 
@@ -341,17 +319,96 @@ _METHODS = {torch.reshape, torch.permute, torch.split, torch.chunk, torch.clip, 
 refuse_operators(DepthStream)
 
 
+@dataclasses.dataclass(eq=False)
+class Part:
+    """Where a stream was sliced from another one, so that joining the slices gives that one back without a copy.
+
+    Single-stream blocks split the joined stream of an MMDiT into image and text, and the next block joins them again.
+
+    Attributes:
+        whole: the stream that was sliced.
+        dim, start, stop: the slice, along a token dimension.
+        delta: what has been added to the slice since then, None if nothing.
+    """
+
+    whole: DepthStream
+    dim: int
+    start: int
+    stop: int
+    delta: Tensor | None = None
+
+    @staticmethod
+    def find(whole: DepthStream, index: Any) -> Part | None:
+        """The part that `whole[index]` is, None if it is not one slice along one dimension."""
+        entries = list(index) if isinstance(index, tuple) else [index]
+        if entries and entries[-1] is Ellipsis:
+            entries.pop()
+        if not all(isinstance(entry, slice) and entry.step in (None, 1) for entry in entries):
+            return None
+        cut = [dim for dim, entry in enumerate(entries) if entry.start is not None or entry.stop is not None]
+        if len(cut) != 1:
+            return None
+        start, stop, _ = entries[cut[0]].indices(whole.shape[cut[0]])
+        return Part(whole, cut[0], start, stop)
+
+    def place(self) -> tuple[int, int, int]:
+        return self.dim, self.start, self.stop
+
+    def is_current(self, stream: DepthStream) -> bool:
+        """Whether nothing but writes has happened to `stream`, the slice: what is done to the whole does the same."""
+        closed = self.delta is None and self.whole.is_closed
+        return stream.is_closed == closed and stream.host_view == self.whole.host_view
+
+    def written(self, stream: DepthStream, delta: Tensor) -> Part | None:
+        """This part after a write to `stream`, the slice; None if the whole could not be written to in its place."""
+        if not self.is_current(stream):
+            return None
+        return dataclasses.replace(self, delta=delta if self.delta is None else self.delta + delta)
+
+    @staticmethod
+    def join(streams: Sequence[Tensor | DepthStream], dim: int) -> DepthStream | None:
+        """The stream that `streams` are all the slices of, with what was added to them; None if they are not."""
+        pairs = [(stream, stream.part) for stream in streams if not isinstance(stream, Tensor) and stream.part]
+        if len(pairs) < len(streams):
+            return None
+        whole, end = pairs[0][1].whole, 0
+        for stream, part in pairs:
+            if part.whole is not whole or part.dim != dim or part.start != end or not part.is_current(stream):
+                return None
+            end = part.stop
+        if end != whole.shape[dim]:
+            return None
+        deltas = [part.delta for _, part in pairs if part.delta is not None]
+        if not deltas:
+            return whole
+        rows = [deltas[0].new_zeros(stream.shape) if part.delta is None else part.delta for stream, part in pairs]
+        return whole.write(torch.cat(rows, dim))
+
+
+# Pytree nodes lose what was read ahead: what a function does to the tensors would have to be done to the means that it
+# stands for.
 def _flatten(stream: DepthStream) -> tuple[list[Any], tuple[Any, ...]]:
-    stream.settle()
-    # Not `ahead`: what a function does to the tensors would have to be done to the means that it stands for
-    children = [stream.blocks, stream.partial, stream.condition, stream.other, stream.part]
-    return children, (stream.sealed, stream.channel_dim, stream.cast, stream.bounds)
+    total = None if stream.open_block is None else stream.open_block.settle()
+    children = [stream.blocks, total, stream.condition, stream.other, stream.part]
+    return children, (stream.is_closed, *stream.host_view)
 
 
 def _unflatten(children: Any, context: Any) -> DepthStream:
-    blocks, partial, condition, other, part = children
-    sealed, channel_dim, cast, bounds = context
-    return DepthStream(blocks, partial, condition, sealed, channel_dim, other, cast, bounds, part)
+    blocks, total, condition, other, part = children
+    closed, *view = context
+    block = None if total is None else OpenBlock(total, closed=closed)
+    return DepthStream(blocks, block, condition, other, HostView(*view), part=part)
+
+
+def _unflatten_part(children: Any, place: Any) -> Part:
+    whole, delta = children
+    return Part(whole, *place, delta)
 
 
 pytree.register_pytree_node(DepthStream, _flatten, _unflatten, serialized_type_name="attnres_vision.DepthStream")
+pytree.register_pytree_node(
+    Part,
+    lambda part: ([part.whole, part.delta], part.place()),
+    _unflatten_part,
+    serialized_type_name="attnres_vision.Part",
+)

@@ -14,20 +14,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from attnres_vision import begin, families
+from attnres_vision.attach import begin, families
+from attnres_vision.attach.groups import form_groups
+from attnres_vision.attach.hooks import add_final_reader, add_reader, remove_hooks, share_final_reader
+from attnres_vision.attach.host import AttnResHost, host_class, stock_class
+from attnres_vision.attach.plan import Plan, make_plan, reader_places
 from attnres_vision.config import AttnResConfig
-from attnres_vision.host import (
-    AttnResHost,
-    add_final_reader,
-    add_reader,
-    remove_hooks,
-    share_final_reader,
-    stock_class,
-    timm_host_class,
-)
-from attnres_vision.plan import Plan, make_plan, reader_places
-from attnres_vision.reader import DepthAttention
-from attnres_vision.two_phase import form_groups
+from attnres_vision.stream.reader import DepthAttention
 
 
 def attach(model: nn.Module, config: AttnResConfig | Mapping[str, Any] | None = None, **fields: Any) -> nn.Module:
@@ -91,7 +84,7 @@ def attach(model: nn.Module, config: AttnResConfig | Mapping[str, Any] | None = 
         form_groups(block for (name, _), block in of_block.items() if name == stream)
     host.attnres_config = plan.config  # type: ignore[assignment]
     if not isinstance(host, AttnResHost):  # dit.models' classes call attach on themselves
-        host.__class__ = (family.host_class or timm_host_class)(cast(Any, type(host)))
+        host.__class__ = (family.host_class or host_class)(cast(Any, type(host)))
     cast(AttnResHost, host).attached()
     return model
 

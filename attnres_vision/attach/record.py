@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnres_vision.attach import hosts, readers
-from attnres_vision.reader import DepthAttention
-from attnres_vision.stream import DepthStream
+from attnres_vision.attach.attach import hosts, readers
+from attnres_vision.stream.reader import DepthAttention
+from attnres_vision.stream.stream import DepthStream
 
 
 class DepthWeights:
@@ -132,6 +132,6 @@ def record_depth_weights(model: nn.Module, per_token: bool = False) -> Iterator[
 
 def _source_names(stream: DepthStream, reader: DepthAttention) -> list[str]:
     names = ["embedding", *(f"block {index}" for index in range(1, len(stream.sources())))]
-    if stream.partial is not None and not reader.opens_block:
+    if stream.open_block is not None and not reader.opens_block:
         names[-1] += " (open)"
     return names

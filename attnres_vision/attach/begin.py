@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnres_vision.families import ConditionSource, StreamArgument
+from attnres_vision.attach.arguments import argument, replaced
+from attnres_vision.attach.families import ConditionSource, StreamArgument
 from attnres_vision.ops.collect import collect
-from attnres_vision.reader import argument, normalise, replaced
-from attnres_vision.stream import DepthStream
+from attnres_vision.stream.query import normalise
+from attnres_vision.stream.stream import DepthStream
 
 
 def begin_stream(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -107,7 +108,7 @@ def tell_other_stream(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     streams = [argument(args, kwargs, entry.position, entry.keyword) for entry in begin.arguments]
     if len(streams) == 2 and all(isinstance(stream, DepthStream) for stream in streams):
         for stream in streams:  # before it is copied: a copy would make the sum that the mean takes once more
-            stream.settle()
+            stream.sources()
         for entry, stream, other in zip(begin.arguments, streams, reversed(streams), strict=True):
             told = dataclasses.replace(stream, other=other.sources()[-1].mean(1))
             args, kwargs = replaced(args, kwargs, entry.position, entry.keyword, told)

@@ -8,7 +8,7 @@ called with this object and hands it to `F.layer_norm` or `F.rms_norm`, which as
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import timm.layers
 import torch
@@ -17,20 +17,18 @@ from torch import Tensor, nn
 
 from attnres_vision.ops import Norm, decomposed, dispatch, operator
 from attnres_vision.ops.reference import norm_is_fp32, promoted
-
-if TYPE_CHECKING:
-    from attnres_vision.stream import DepthStream
+from attnres_vision.stream.open_block import OpenBlock
 
 
 class LazyRead:
     """The arguments of one depth attention. Everything but these norms sees the tensor it stands for."""
 
     def __init__(
-        self, sources: Sequence[Tensor], query: Tensor, *, stream: DepthStream | None = None, **options: Any
+        self, sources: Sequence[Tensor], query: Tensor, *, open_block: OpenBlock | None = None, **options: Any
     ) -> None:
-        """`stream`: the last source is its partial sum, to which an output may still have to be added."""
+        """`open_block`: the last source is its sum, to which an output may still have to be added."""
         self._sources, self._query, self._options = sources, query, options
-        self._stream = stream
+        self._open_block = open_block
         self._tensor: Tensor | None = None
 
     def tensor(self) -> Tensor:
@@ -66,20 +64,15 @@ class LazyRead:
         return dispatch.choose(self._sources, self._options.get("heads", 1))
 
     def _read(self, norm: Norm | None = None, fp32_norm: bool = False) -> Tensor:
-        kernel = self._kernel()
-        stream, sources = self._stream, self._sources
-        if stream is not None and stream.hides_gradient(stream.pending):
-            stream.settle()
-        options = {**self._options, "norm": norm, "kernel": kernel, "fp32_norm": fp32_norm}
-        if stream is None:
+        options = {**self._options, "norm": norm, "kernel": self._kernel(), "fp32_norm": fp32_norm}
+        block, sources = self._open_block, self._sources
+        if block is None:
             return operator.depth_attention(sources, self._query, **options)
-        if stream.pending is None:  # somebody else has made the sum since
-            assert stream.partial is not None
-            sources = (*sources[:-1], stream.partial)
-            return operator.depth_attention(sources, self._query, **options)
-        fp32_sum = stream.sum_dtype(stream.pending) == torch.float32
-        out, total = operator.depth_attention(sources, self._query, add=stream.pending, fp32_sum=fp32_sum, **options)
-        stream.settle(total)
+        if block.pending is None or block.hides_gradient(block.pending):  # or somebody else has made the sum since
+            return operator.depth_attention((*sources[:-1], block.settle()), self._query, **options)
+        fp32_sum = block.dtype == torch.float32
+        out, total = operator.depth_attention(sources, self._query, add=block.pending, fp32_sum=fp32_sum, **options)
+        block.settle(total)
         return out
 
     # What adaLN modules ask of their input before they norm it
@@ -87,8 +80,8 @@ class LazyRead:
     def dtype(self) -> torch.dtype:
         """That of the hidden states."""
         dtypes = [source.dtype for source in self._sources]
-        if self._stream is not None and self._stream.pending is not None:
-            dtypes.append(self._stream.sum_dtype(self._stream.pending))
+        if self._open_block is not None and self._open_block.pending is not None:
+            dtypes.append(self._open_block.dtype or self._open_block.pending.dtype)
         if "earlier" in self._options:
             dtypes.append(self._options["earlier"].dtype)
         return promoted(dtypes)

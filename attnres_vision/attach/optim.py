@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from attnres_vision.attach import readers
+from attnres_vision.attach.attach import readers
 
 
 def depth_param_groups(

@@ -8,11 +8,11 @@ from typing import Any, cast
 
 from torch import nn
 
-from attnres_vision import families
+from attnres_vision.attach import families
+from attnres_vision.attach.families import JOINT, ConditionSource, Family
+from attnres_vision.attach.host import AttnResHost
 from attnres_vision.config import AttnResConfig
-from attnres_vision.families import JOINT, ConditionSource, Family
-from attnres_vision.host import AttnResHost
-from attnres_vision.reader import DepthAttention
+from attnres_vision.stream.reader import DepthAttention
 
 
 @dataclasses.dataclass(frozen=True)

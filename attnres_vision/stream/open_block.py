@@ -1,0 +1,51 @@
+"""OpenBlock: the block that layers are adding to."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from attnres_vision.ops.two_phase import Earlier
+
+
+@dataclasses.dataclass(eq=False)
+class OpenBlock:
+    """The running sum of the open block, and what its readers leave for the next write.
+
+    A stream shares it with its casts: what a reader of one leaves is there for all of them.
+
+    Attributes:
+        total: the sum of the block's outputs, without `pending`.
+        pending: an output still to be added, which the next reader's kernel does on its way.
+        dtype: what the sum with `pending` is made in.
+        closed: a reader has opened the next block: the next output starts a new sum. The sources are the same before
+            and after, so a reader may close a block any number of times (recomputation does).
+        found: what a reader of the closed block has read for readers to come (two_phase.py), until the next write takes
+            it: if it stayed, the arguments of a checkpoint would be in a cycle with the graph, and the recomputation
+            would find it.
+    """
+
+    total: Tensor
+    pending: Tensor | None = None
+    dtype: torch.dtype | None = None
+    closed: bool = False
+    found: Mapping[object, Earlier] | None = None
+
+    def settle(self, total: Tensor | None = None) -> Tensor:
+        """The sum with what was pending; `total` is that where a kernel has made it."""
+        if self.pending is not None:
+            self.total, self.pending = self._sum(self.pending) if total is None else total, None
+        return self.total
+
+    def _sum(self, pending: Tensor) -> Tensor:
+        if self.hides_gradient(pending):
+            with torch.inference_mode(False), torch.enable_grad():
+                return self.total.to(self.dtype) + pending
+        return self.total.to(self.dtype) + pending
+
+    def hides_gradient(self, delta: Tensor) -> bool:
+        """Whether the sum with `delta` has a gradient that what runs now does not see: a hook, under no_grad."""
+        return not torch.is_grad_enabled() and (self.total.requires_grad or delta.requires_grad)
