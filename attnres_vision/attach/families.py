@@ -4,18 +4,24 @@ A block's line lists its sublayers in order, each by the module that reads the s
 itself where a norm follows it). `*` stands for every index: parallel branches are one sublayer with several readers. A
 tuple is one sublayer whose readers read one after the other, `?` marks a module that some blocks of the class lack.
 Blocks with several streams have a line for each, and `JOINT` for readers of all streams joined along the tokens.
-The lines of a host library are in its own package (attnres_vision/timm/families.py, dit/families.py); users add theirs:
+Users add theirs:
 
     attnres_vision.families.BLOCKS["my_package.models.MyBlock"] = ("norm1", "norm2")
     attnres_vision.families.MODELS["my_package.models.MyViT"] = Family()
 
-A subclass is found under its base class's line.
+A subclass is found under its base class's line. A package that adds the lines of a library declares the module that does
+so as an entry point named after the library (attnres_vision/timm/families.py and dit/families.py are declared so too);
+`attach` imports it when it is given a model of that library:
+
+    [project.entry-points."attnres_vision.readers"]
+    my_package = "my_package.attnres"
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
+import functools
+import importlib.metadata
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -25,6 +31,7 @@ from torch import Tensor, nn
 _Line = TypeVar("_Line")
 Sublayers = tuple[str | tuple[str, ...], ...]
 
+ENTRY_POINTS = "attnres_vision.readers"
 LAST_BLOCK_OUTPUT = "<last block>"
 JOINT = "joint"
 
@@ -111,8 +118,7 @@ def family_of(model: nn.Module) -> Family:
     Raises:
         ValueError: there is none; the message lists the known model classes.
     """
-    if any(cls.__module__.startswith("diffusers.") for cls in type(model).__mro__):
-        importlib.import_module("dit")  # its lines; a model of diffusers' cannot be here without diffusers
+    _import_lines(type(model))
     family = _lookup(MODELS, model)
     wrapped = next(
         (name for name in ("module", "_orig_mod") if isinstance(getattr(model, name, None), nn.Module)), None
@@ -123,7 +129,7 @@ def family_of(model: nn.Module) -> Family:
             f"compile it, or give model.{wrapped}"
         )
     if family is None:
-        library = type(model).__module__.split(".")[0]
+        library = _library(type(model))
         names = [name for name in MODELS if name.split(".")[0] == library] or list(MODELS)
         known = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in names}))
         line = "dit.families.dit_family(paths of the blocks, timestep=...)" if library == "diffusers" else "Family(...)"
@@ -194,6 +200,19 @@ def matching_modules(root: nn.Module, pattern: str) -> list[str]:
 
 def _lookup(table: Mapping[str, _Line], module: nn.Module) -> _Line | None:
     return next((table[_path(cls)] for cls in type(module).__mro__ if _path(cls) in table), None)
+
+
+@functools.cache
+def _import_lines(cls: type) -> None:
+    """Import the modules that installed packages declare for the libraries that a model class comes from."""
+    libraries = {_library(base) for base in cls.__mro__}
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        if entry.name in libraries:
+            entry.load()
+
+
+def _library(cls: type) -> str:
+    return cls.__module__.split(".")[0]
 
 
 def _path(cls: type) -> str:

@@ -402,7 +402,8 @@ def _unflatten(children: Any, context: Any) -> DepthStream:
 
 def _unflatten_part(children: Any, place: Any) -> Part:
     whole, delta = children
-    return Part(whole, *place, delta)
+    dim, start, stop = place
+    return Part(whole, dim, start, stop, delta)
 
 
 pytree.register_pytree_node(DepthStream, _flatten, _unflatten, serialized_type_name="attnres_vision.DepthStream")
