@@ -9,8 +9,8 @@ Users add theirs:
     attnres_vision.families.BLOCKS["my_package.models.MyBlock"] = ("norm1", "norm2")
     attnres_vision.families.MODELS["my_package.models.MyViT"] = Family()
 
-A subclass is found under its base class's line. A package that adds the lines of a library declares the module that does
-so as an entry point named after the library (attnres_vision/timm/families.py and dit/families.py are declared so too);
+A subclass is found under its base class's line. A package that adds the lines of a library declares the module that
+does so as an entry point named after the library (attnres_vision/timm/families.py and dit/families.py are too);
 `attach` imports it when it is given a model of that library:
 
     [project.entry-points."attnres_vision.readers"]
