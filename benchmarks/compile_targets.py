@@ -38,14 +38,16 @@ from triton.compiler import ASTSource
 
 from attnres_vision.ops.arguments import Inputs, Options, Saved
 from attnres_vision.ops.collect import SourceGradient
-from attnres_vision.ops.triton import launch, launch_two_phase
+from attnres_vision.ops.triton import launch, launch_two_phase, tiles
 from attnres_vision.ops.triton.source_table import write_kernel
 
 TARGETS = (80, 90, 100)
 WIDTHS = (192, 384, 768, 1024, 1152, 1536, 1920, 3072)
 SOURCES = (2, 9, 25, 57)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SAMPLES, TOKENS = 16, 197  # no constants of a kernel; 197 is not a multiple of what Triton specialises integers for
+KERNELS = ("read_kernel", "gradient_kernel", "attend_blocks_kernel", "mix_blocks_kernel", "blocks_gradient_kernel")
 WIDE = {16: ".128", 8: ".64"}  # in the name of a machine instruction that loads so many bytes
 
 
@@ -58,7 +60,7 @@ class Read:
         query: "static" (D,), "sample" (B, D) or "token" (B, T, D).
         norm: "", "layer", "rms" (both affine) or "adaln" (LayerNorm with scale and shift per sample).
         add: the last source is a sum that the kernel makes, and has a gradient from elsewhere too.
-        accumulate: the blocks' gradients are added in place to fp32 sums (collect.py).
+        accumulate: the blocks' gradients are added in place to fp32 sums that an earlier reader has begun (collect.py).
         grad_weights: the weights have a gradient.
         queries: 0, or a pass over finished blocks for so many queries (two_phase.py) instead of a read.
         merge: a read that follows such a pass: the blocks' mean, and `sources` newer ones.
@@ -75,6 +77,10 @@ class Read:
     grad_weights: bool = False
     queries: int = 0
     merge: bool = False
+
+    def __post_init__(self) -> None:
+        if self.accumulate and self.sources == 1 and not self.queries:
+            raise ValueError("accumulate needs a source before the last one, which has a gradient of its own; got 1")
 
     def __str__(self) -> str:
         flags = [name for name in ("add", "accumulate", "grad_weights", "merge") if getattr(self, name)]
@@ -94,6 +100,17 @@ class Launch:
 
     def constant(self, name: str) -> Any:
         return self.constants[(self.kernel.arg_names.index(name),)]
+
+    def is_none(self, name: str) -> bool:
+        """Whether an argument is compiled as None: the kernel is one without it."""
+        place = (self.kernel.arg_names.index(name),)
+        return place in self.constants and self.constants[place] is None
+
+    def dtypes(self, name: str) -> set[str]:
+        """What a pointer, or a tuple of them, points to: "bf16", "fp32"; nothing for an argument that is None."""
+        kinds = self.signature[name]
+        kinds = kinds if isinstance(kinds, tuple) else (kinds,)
+        return {kind.removeprefix("*") for kind in kinds if kind.startswith("*")}
 
     def compile(self, target: int) -> Any:
         source = ASTSource(self.kernel, self.signature, self.constants, self.attributes)
@@ -127,7 +144,66 @@ def launches(read: Read, target: int) -> list[Launch]:
         _call(read)
     finally:
         triton.knobs.runtime.jit_cache_hook = None
+    for launched in found:
+        check_configuration(read, launched)
+    for name in KERNELS[2:] if read.queries else ():  # in one pass or several; the first reader's mean is not kept
+        count = sum(launched.constant("M") for launched in found if launched.kernel.__name__ == name)
+        if count != read.queries - (name == "mix_blocks_kernel"):
+            raise RuntimeError(f"{name} is launched for {count} queries where the row names {read.queries}")
     return found
+
+
+def source_dtypes(read: Read) -> list[torch.dtype]:
+    """Those that `Read.dtype` stands for."""
+    found = [DTYPES.get(read.dtype, torch.bfloat16)] * read.sources
+    if read.dtype not in DTYPES:
+        found[{"mixed": 0, "last": -1}[read.dtype]] = torch.float32
+    return found
+
+
+def check_configuration(read: Read, launched: Launch) -> None:
+    """Raise where a kernel is compiled for something else than what the name of its row says."""
+    name, names = launched.kernel.__name__, launched.kernel.arg_names
+    found: dict[str, Any] = {"D": launched.constant("D"), "HEADS": launched.constant("HEADS")}
+    expected: dict[str, Any] = {"D": read.width, "HEADS": read.heads}
+    blocks = read.sources if read.queries else read.sources - 1  # the others are `last`
+
+    def compare(label: str, value: Any, wanted: Any) -> None:
+        found[label], expected[label] = value, wanted
+
+    dtypes = [NAMES[dtype] for dtype in source_dtypes(read)]
+    kinds, last = set(dtypes[:blocks]), set(dtypes[-1:])
+    if blocks:
+        compare("dtypes of the blocks", launched.dtypes("blocks"), kinds)
+        compare("MIXED", launched.constant("MIXED"), len(kinds) > 1)
+    if read.queries:
+        if "PER_TOKEN" in names:
+            compare("PER_TOKEN", launched.constant("PER_TOKEN"), read.query == "token")
+            compare("SHARED", launched.constant("SHARED"), read.query == "static")
+        if name == "blocks_gradient_kernel":  # whose sums to add to are a number, not a constant
+            compare("dtypes of gradients", launched.dtypes("block_grads"), {"fp32"} if read.accumulate else kinds)
+    else:
+        unrolled = 0 < blocks <= tiles.UNROLLED
+        compare("N", launched.constant("N"), tiles.bucket(blocks) if unrolled else 0)
+        compare("a table", launched.is_none("entries"), blocks <= tiles.UNROLLED)
+        compare("mixed", launched.is_none("mixed"), not read.merge)
+        compare("rstd", launched.is_none("rstd"), not read.norm)
+        compare("mean", launched.is_none("mean"), read.norm in ("", "rms"))
+        compare("norm_scale", launched.is_none("norm_scale"), read.norm != "adaln")
+    if name == "read_kernel":
+        compare("add", launched.is_none("add"), not read.add)
+        compare("dtype of the last", launched.dtypes("last"), last)
+    if name == "gradient_kernel":
+        compare("PER_TOKEN", launched.constant("PER_TOKEN"), read.query == "token")
+        compare("ACCUMULATE", launched.constant("ACCUMULATE"), read.accumulate)
+        compare("grad_weights", launched.is_none("grad_weights"), not read.grad_weights)
+        compare("last_upstream", launched.is_none("last_upstream"), not read.add)
+        if blocks:
+            compare("dtypes of gradients", launched.dtypes("block_grads"), {"fp32"} if read.accumulate else kinds)
+    wrong = [label for label in found if found[label] != expected[label]]
+    if wrong:
+        listed = ", ".join(f"{label} is {found[label]} where {expected[label]} belongs" for label in wrong)
+        raise RuntimeError(f"{name} is not what {read.sources} sources, {read.dtype}, {read} stands for: {listed}")
 
 
 def _call(read: Read) -> None:
@@ -138,12 +214,12 @@ def _call(read: Read) -> None:
 
     shape, width = (SAMPLES, TOKENS, read.width), read.width
     dtype = DTYPES.get(read.dtype, torch.bfloat16)
-    sources = [empty(*shape, dtype=dtype) for _ in range(read.sources)]
-    if read.dtype not in DTYPES:
-        wide = {"mixed": 0, "last": -1}[read.dtype]
-        sources[wide] = sources[wide].float()
+    sources = [empty(*shape, dtype=source_dtype) for source_dtype in source_dtypes(read)]
     query = empty(*{"static": (width,), "sample": (SAMPLES, width), "token": shape}[read.query])
     collected = [SourceGradient() if read.accumulate else None for _ in sources]
+    for source, gradient in zip(sources, collected, strict=True):
+        if gradient is not None:
+            gradient.accumulator(source)  # another reader has been there: this one adds to what it left
     if read.queries:
         queries = [query] * read.queries
         *means, lse, scores, inv_rms = launch_two_phase.forward(sources, queries, 1e-6, 1.0, 1.0)
@@ -210,17 +286,17 @@ def inspect(read: Read, launched: Launch, target: int) -> Result:
         file.flush()
         usage, code = (_cuobjdump(option, file.name) for option in ("-res-usage", "-sass"))
     registers, stack, shared = (int(_only(rf"\b{name}:(\d+)", usage)) for name in ("REG", "STACK", "SHARED"))
-    rows, tile, tiles = (launched.constant(name) for name in ("ROWS", "TILE", "TILES"))
-    values = read.heads * rows * tile * tiles // (32 * launched.options["num_warps"])
+    rows, tile, count = (launched.constant(name) for name in ("ROWS", "TILE", "TILES"))
+    values = read.heads * rows * tile * count // (32 * launched.options["num_warps"])
     # Only numbers of the widest dtype fill 16 bytes: the tiling is theirs
     pointers = [*launched.signature["blocks"], *filter(None, [launched.signature.get("last")])]
     sizes = [4 if "32" in kind else 2 for kind in pointers]
     # A pass for many queries may have tilings with 8 bytes per load: more of them spill no registers
-    width = min(16, values // tiles * max(sizes)) if read.queries else 16
+    width = min(16, values // count * max(sizes)) if read.queries else 16
     expected = sizes.count(max(sizes)) * values * max(sizes) // width
     loads = collections.Counter(WIDE[width] in name for name in re.findall(r"\bLDG[.\w]*", code))
     return Result(
-        launched.kernel.__name__, target, read.sources, read.width, read.dtype, str(read), f"{rows}x{tile}x{tiles}",
+        launched.kernel.__name__, target, read.sources, read.width, read.dtype, str(read), f"{rows}x{tile}x{count}",
         launched.options["num_warps"], registers, stack, shared, loads[True], expected, loads.total(),
         resident_warps(registers, launched.options["num_warps"]), time.perf_counter() - start,
     )  # fmt: skip
@@ -259,7 +335,7 @@ def reads(sources: Sequence[int], widths: Sequence[int]) -> Iterator[Read]:
 def option_reads(sources: Sequence[int], widths: Sequence[int]) -> Iterator[Read]:
     """Every single option."""
     for width, n in itertools.product(widths, (1, 8)):
-        yield Read(n, width, norm="adaln", add=True, accumulate=True, merge=True)
+        yield Read(n, width, norm="adaln", add=True, accumulate=n > 1, merge=True)
     for n, width in itertools.product(sources, widths):
         yield Read(n, width)
         yield Read(n, width, "fp32")
@@ -288,11 +364,12 @@ def quick_reads() -> Iterator[Read]:
     yield Read(4, 384, "last", add=True)
 
 
-def _inspect_read(read: Read, target: int) -> list[Result]:
-    return [inspect(read, launched, target) for launched in launches(read, target)]
+def _inspect_read(read: Read, target: int, kernels: Sequence[str]) -> list[Result]:
+    found = [launched for launched in launches(read, target) if launched.kernel.__name__ in kernels]
+    return [inspect(read, launched, target) for launched in found]
 
 
-def inspect_all(tasks: Sequence[tuple[Read, int]], jobs: int) -> Iterator[Result]:
+def inspect_all(tasks: Sequence[tuple[Read, int, Sequence[str]]], jobs: int) -> Iterator[Result]:
     """The results of reads on targets, as they are ready."""
     if jobs == 1:
         for task in tasks:
@@ -325,6 +402,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--targets", type=int, nargs="+", default=TARGETS, choices=TARGETS, help="80 is sm_80 (A100)")
     parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
     parser.add_argument("--sources", type=int, nargs="+", default=SOURCES)
+    parser.add_argument("--kernels", nargs="+", default=KERNELS, choices=KERNELS, help="default: all")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--output", type=Path, help="JSON file for the results")
     options = parser.parse_args(arguments)
@@ -332,7 +410,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = list(quick_reads() if options.quick else make(options.sources, options.widths))
     results = []
     print(HEADER, flush=True)
-    for result in inspect_all([(read, target) for read in chosen for target in options.targets], options.jobs):
+    for result in inspect_all([(read, target, options.kernels) for read in chosen for target in options.targets], options.jobs):
         results.append(result)
         print(line(result), flush=True)
     failed = sum(not result.passes for result in results)

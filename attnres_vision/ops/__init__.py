@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from attnres_vision.ops import decomposed, dispatch, operator, reference
 from attnres_vision.ops.dispatch import backend
 from attnres_vision.ops.norms import Norm
+from attnres_vision.ops.reference import promoted
 
 __all__ = ["Norm", "backend", "decomposed", "depth_attention", "operator", "reference"]
 
@@ -51,16 +53,20 @@ def depth_attention(
         add: (..., D), added to the last source before anything else: the output of the layer in front of this read,
             where the last source is the partial sum of its block.
         norm: the norm that h goes through, a `Norm` (which may have adaLN's scale and shift per sample) or the module.
+            It takes h as it would be returned without it, and its parameters' dtypes are what PyTorch's own function
+            takes for that h: a LayerNorm's are those of h, or fp32 where h is fp16 or bf16; an RMSNorm's are any.
         return_weights: also return the weights a_i.
 
     Returns:
-        h of shape (..., D), or its norm, in the promoted dtype of the sources; scores, softmax and sum are computed in
+        h of shape (..., D), or its norm, in the promoted dtype of the sources (the last one with `add`), whatever those
+        of the query and the norm's parameters are and whether autocast is on; scores, softmax and sum are computed in
         fp32 (fp64 for fp64 sources). With `add`, also the new last source (..., D). With `return_weights`, also the
         weights (n, ..., heads) in fp32 (fp64). Several results are a tuple in this order.
 
     Raises:
         ValueError: no sources, misfit shapes or devices, heads that do not divide D, an unknown form, a negative eps.
-        TypeError: an argument that is not a floating-point tensor, or not a number.
+        TypeError: an argument that is not a floating-point tensor, or not a number; parameters of a LayerNorm of
+            another dtype.
     """
     norm = norm if norm is None or isinstance(norm, Norm) else Norm.of(norm)
     _check(sources, query, eps, scale, form, heads, add, norm)
@@ -137,7 +143,8 @@ def _check(
                 f"{add.device}"
             )
     if norm is not None:
-        norm.check(first)
+        last = sources[-1].dtype if add is None else torch.promote_types(sources[-1].dtype, add.dtype)
+        norm.check(first, promoted([*(source.dtype for source in sources[:-1]), last]))
 
 
 def _shape(size: Sequence[int]) -> str:

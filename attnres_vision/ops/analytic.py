@@ -164,7 +164,7 @@ def read_backward(
                 _row_dot(value.to(dtype), grad_out, scratch=scratch, result=product)
             products.mul_(factor)
         if grad_weights is not None:
-            products.add_(grad_weights.view(weights.shape))
+            products.add_(grad_weights.reshape(weights.shape))
         average = (weights * products).sum(0) if average is None else average.reshape(*stats[1:], 1)
         mixed_grad = lse_grad = None
         if (

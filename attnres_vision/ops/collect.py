@@ -13,8 +13,9 @@ it on the tensor before `collect`. And one graph (`retain_graph=True`) must not 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,18 +24,49 @@ from attnres_vision.ops import decomposed
 from attnres_vision.ops.reference import compute_dtype, no_autocast
 
 
+T = TypeVar("T")
+
+
+class OfPass(Generic[T]):
+    """What nodes of a graph hand on in a backward pass. Each pass has its own: one may run inside another, in a hook.
+
+    It goes when the pass has ended; that of a pass that failed goes with the graph.
+    """
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._states: dict[int, T] = {}
+
+    def get(self) -> T:
+        """That of the running pass, made anew for its first node."""
+        task = torch._C._current_graph_task_id()
+        if task not in self._states:
+            self._states[task] = self._make()
+            if task != -1:
+                states = self._states
+                torch.autograd.Variable._execution_engine.queue_callback(lambda: states.pop(task, None))
+        return self._states[task]
+
+    def take(self) -> T | None:
+        """That of the running pass, and nothing stays; None if no node has made one."""
+        return self._states.pop(torch._C._current_graph_task_id(), None)
+
+
+@dataclasses.dataclass
+class _Sum:
+    """What readers have added now, and the factors of what is added in the end."""
+
+    direct: Tensor | None = None
+    norm: Tensor | None = None
+    query_terms: list[Tensor] = dataclasses.field(default_factory=list)
+    queries: list[Tensor] = dataclasses.field(default_factory=list)
+
+
 class SourceGradient:
     """The sum of what the readers of one source have contributed in the running backward pass."""
 
     def __init__(self) -> None:
-        self._task = -1
-        self._clear()
-
-    def _clear(self) -> None:
-        self._direct: Tensor | None = None
-        self._norm: Tensor | None = None
-        self._query_terms: list[Tensor] = []
-        self._queries: list[Tensor] = []
+        self._sums = OfPass(_Sum)
 
     def add(self, upstream: Tensor, upstream_term: Tensor, norm_term: Tensor) -> Tensor:
         """Add `upstream * upstream_term` now and `norm_term` times the source later. Returns the sum, to add more to.
@@ -44,57 +76,55 @@ class SourceGradient:
             upstream_term: its factor for every token and head, one dimension of size 1 at the end.
             norm_term: (B, T, 1) factor of the source itself.
         """
-        self._begin()
-        if self._direct is None:
+        found = self._sums.get()
+        if found.direct is None:
             # The product would take on the strides of a transposed gradient, and `take` needs rows
-            self._direct = (upstream * upstream_term).contiguous()
+            found.direct = (upstream * upstream_term).contiguous()
         else:
-            self._direct.view(upstream.shape).addcmul_(upstream, upstream_term)
-        self._norm = norm_term.clone() if self._norm is None else self._norm.add_(norm_term)
-        return self._direct.view(upstream.shape)
+            found.direct.view(upstream.shape).addcmul_(upstream, upstream_term)
+        found.norm = norm_term.clone() if found.norm is None else found.norm.add_(norm_term)
+        return found.direct.view(upstream.shape)
 
     def accumulator(self, source: Tensor, make: Callable[..., Tensor] = torch.zeros_like) -> Tensor:
         """The sum itself, contiguous and in fp32, for a kernel that adds the whole of its term to it.
 
         `make` makes a new one: `torch.empty_like` if the kernel writes to it where `has_begun` says no.
         """
-        self._begin()
-        if self._direct is None:
+        found = self._sums.get()
+        if found.direct is None:
             dtype = compute_dtype(source.dtype)
-            self._direct = make(source, dtype=dtype, memory_format=torch.contiguous_format)
-        return self._direct
+            found.direct = make(source, dtype=dtype, memory_format=torch.contiguous_format)
+        return found.direct
 
     def has_begun(self) -> bool:
         """Whether a reader has contributed in the running backward pass."""
-        self._begin()
-        return self._direct is not None
-
-    def _begin(self) -> None:
-        task = torch._C._current_graph_task_id()
-        if task != self._task:  # what a backward pass for other inputs, or one that failed, has left behind
-            self._clear()
-            self._task = task
+        return self._sums.get().direct is not None
 
     def add_query(self, query_term: Tensor, query: Tensor) -> None:
         """Add `query_term @ query` later: (B, T, 1) factors of a query (1 or B, 1, D)."""
-        self._query_terms.append(query_term)
-        self._queries.append(query)
+        found = self._sums.get()
+        found.query_terms.append(query_term)
+        # A view of a parameter, which an optimiser that steps as soon as there is a gradient has changed by then
+        found.queries.append(query.clone())
 
     def take(self, source: Tensor) -> Tensor | None:
         """The gradient, in the shape and dtype of the source; None if no reader has run in this backward pass."""
-        norm, total = self._norm, self._direct
-        if total is None or self._task != torch._C._current_graph_task_id():
+        found = self._sums.take()
+        if found is None or found.direct is None:
             return None
+        total, norm, queries = found.direct, found.norm, found.queries
         if norm is not None:
             total = total.view(*norm.shape[:-1], source.shape[-1])
             total.addcmul_(source.reshape(total.shape).to(total.dtype), norm)
-        if self._queries:
-            terms, queries = torch.cat(self._query_terms, -1), torch.cat(self._queries, 1)
-            if queries.shape[0] == 1:
-                total.view(-1, total.shape[-1]).addmm_(terms.flatten(0, 1), queries[0])
+        if queries:
+            # Readers need not agree: one query for all samples or one for each, fp32 or with an fp64 source fp64
+            samples = max(query.shape[0] for query in queries)
+            terms = torch.cat(found.query_terms, -1).to(total.dtype)
+            rows = torch.cat([query.expand(samples, -1, -1) for query in queries], 1).to(total.dtype)
+            if samples == 1:
+                total.view(-1, total.shape[-1]).addmm_(terms.flatten(0, 1), rows[0])
             else:
-                total.baddbmm_(terms, queries)
-        self._clear()
+                total.view(*terms.shape[:-1], total.shape[-1]).baddbmm_(terms, rows)
         return total.view(source.shape).to(source.dtype)
 
 
@@ -127,6 +157,13 @@ def collect(source: Tensor) -> Tensor:
     return collected
 
 
-def gradient_of(source: Tensor) -> SourceGradient | None:
-    """Where readers add up the gradient of a source; None for a tensor that did not come from `collect`."""
-    return getattr(source, "source_gradient", None)
+def gradients_of(sources: Sequence[Tensor]) -> list[SourceGradient | None]:
+    """Where a reader adds the gradients of its sources; None for a tensor that did not come from `collect`.
+
+    And None for one that was in the list before: one kernel cannot write to one place twice, so autograd adds these.
+    """
+    found: list[SourceGradient | None] = []
+    for source in sources:
+        gradient = getattr(source, "source_gradient", None)
+        found.append(None if gradient in found else gradient)
+    return found

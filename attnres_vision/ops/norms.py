@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -17,8 +18,9 @@ class Norm:
     Args:
         kind: "layer" (LayerNorm) or "rms" (RMSNorm).
         eps: epsilon of the norm.
-        weight, bias: (D,) or None.
-        scale, shift: (B, D) or None, one modulation per sample, as in adaLN (arXiv 2212.09748).
+        weight, bias: (D,) or None. For "layer" both of the dtype of h, or both fp32 where h is fp16 or bf16, as
+            F.layer_norm wants it; for "rms" of any floating dtype, as F.rms_norm takes it.
+        scale, shift: (B, D) or None, one modulation per sample, as in adaLN (arXiv 2212.09748). Any floating dtype.
 
     Raises:
         ValueError: an unknown kind, a negative eps, or a bias on an RMSNorm.
@@ -52,8 +54,8 @@ class Norm:
     def is_modulated(self) -> bool:
         return self.scale is not None or self.shift is not None
 
-    def check(self, source: Tensor) -> None:
-        """Raise a ValueError for parameters that do not fit a source (B, ..., D)."""
+    def check(self, source: Tensor, dtype: torch.dtype) -> None:
+        """Raise for parameters that do not fit a source (B, ..., D), or a read of this dtype."""
         width = source.shape[-1]
         allowed = {"weight": (width,), "bias": (width,), "scale": (source.shape[0], width)}
         allowed["shift"] = allowed["scale"]
@@ -67,15 +69,38 @@ class Norm:
         if self.is_modulated and source.dim() < 3:
             raise ValueError(f"norm.scale and norm.shift need sources (B, ..., D), got {tuple(source.shape)}")
 
+        self.check_dtypes(dtype)
+
+    def check_dtypes(self, dtype: torch.dtype) -> None:
+        """Raise a TypeError for parameters that this norm of a read of this dtype cannot take."""
+        given = {name: getattr(self, name) for name in ("weight", "bias", "scale", "shift")}
+        given = {name: value.dtype for name, value in given.items() if value is not None}
+        for name, found in given.items():
+            if not found.is_floating_point:
+                raise TypeError(f"norm.{name} must be a floating-point tensor, got a tensor of {found}")
+        affine = {name: given[name] for name in ("weight", "bias") if name in given}
+        allowed = (dtype, torch.float32) if dtype in (torch.float16, torch.bfloat16) else (dtype,)
+        if self.kind == "layer" and affine and (len(set(affine.values())) > 1 or not {*affine.values()} <= {*allowed}):
+            listed = " and ".join(f"norm.{name} of {found}" for name, found in affine.items())
+            raise TypeError(
+                f"the parameters of a LayerNorm must have the dtype of what it reads, "
+                f"{' or '.join(map(str, allowed))}, got {listed}: cast them, or the sources"
+            )
+
     def apply(self, hidden: Tensor) -> Tensor:
         """The norm of (B, ..., D) by PyTorch's own functions, in the dtype of `hidden` whatever the parameters'."""
         return self.modulate(self.normalise(hidden)).to(hidden.dtype)
 
     def normalise(self, hidden: Tensor) -> Tensor:
-        shape = hidden.shape[-1:]
+        """In the widest dtype of what takes part: PyTorch's norms want one (its LayerNorm on a GPU even for fp32)."""
+        shape, weight, bias = hidden.shape[-1:], self.weight, self.bias
+        if weight is not None and weight.dtype != hidden.dtype:
+            wide = torch.promote_types(hidden.dtype, weight.dtype)
+            hidden, weight = hidden.to(wide), weight.to(wide)
         if self.kind == "layer":
-            return F.layer_norm(hidden, shape, self.weight, self.bias, self.eps)
-        return F.rms_norm(hidden, shape, self.weight, self.eps)
+            hidden = hidden if bias is None else hidden.to(bias.dtype)
+            return F.layer_norm(hidden, shape, weight, bias, self.eps)
+        return F.rms_norm(hidden, shape, weight, self.eps)
 
     def modulate(self, normed: Tensor) -> Tensor:
         if self.scale is not None:

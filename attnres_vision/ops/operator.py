@@ -18,7 +18,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from attnres_vision.ops import eager
 from attnres_vision.ops.arguments import Inputs, Options, Saved
-from attnres_vision.ops.collect import SourceGradient, gradient_of
+from attnres_vision.ops.collect import SourceGradient, gradients_of
 from attnres_vision.ops.norms import Norm
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def depth_attention(
     options = Options(kernel, kind, norm_eps, eps, scale, factor, heads, fp32_sum, fp32_norm)
     # A compiler sees the operator alone: autograd then adds its gradients to what other readers have collected
     collecting = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    gradients = [gradient_of(source) for source in sources] if collecting else []
+    gradients = gradients_of(sources) if collecting else []
     if add is not None and gradients:
         gradients[-1] = None  # the last source is the sum then
     if any(gradient is not None for gradient in gradients) or (earlier is not None and gradients):

@@ -23,23 +23,22 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from attnres_vision.ops import eager_two_phase
-from attnres_vision.ops.collect import SourceGradient, gradient_of
+from attnres_vision.ops.collect import OfPass, SourceGradient, gradients_of
 from attnres_vision.ops.operator import FORWARD_FLOPS, refuse_double_backward
 from attnres_vision.ops.reference import compute_dtype, promoted_dtype
+
+
+@dataclasses.dataclass
+class _Handed:
+    means: dict[int, Tensor] = dataclasses.field(default_factory=dict)
+    grads: dict[int, Tensor] = dataclasses.field(default_factory=dict)
 
 
 class Exchange:
     """What the nodes of a group hand on in a backward pass: the means, and the means' gradients for phase one."""
 
     def __init__(self) -> None:
-        self._task = -1
-        self._means: dict[int, Tensor] = {}
-        self._grads: dict[int, Tensor] = {}
-
-    def _begin(self) -> None:
-        task = torch._C._current_graph_task_id()
-        if task != self._task:  # what a backward pass for other inputs, or one that failed, has left behind
-            self._task, self._means, self._grads = task, {}, {}
+        self._handed = OfPass(_Handed)
 
     def mean(self, index: int, kept: Sequence[Tensor], kernel: str, keep: bool = False) -> Tensor:
         """The mean of a reader; those of the readers before it, whose backward comes next, are mixed with it.
@@ -48,22 +47,20 @@ class Exchange:
             kept: `Group.kept`, as saved for backward.
             keep: there will be another use, in the backward pass of what is recomputed now.
         """
-        self._begin()
-        if index not in self._means:
-            self._means.update(enumerate(mix(kept, kernel, 1, index + 1), start=1))
-        return self._means[index] if keep else self._means.pop(index)
+        means = self._handed.get().means
+        if index not in means:
+            means.update(enumerate(mix(kept, kernel, 1, index + 1), start=1))
+        return means[index] if keep else means.pop(index)
 
     def add(self, index: int, grad: Tensor) -> None:
         """Add to the gradient of a reader's mean."""
-        self._begin()
-        self._grads[index] = grad if index not in self._grads else self._grads[index] + grad
+        grads = self._handed.get().grads
+        grads[index] = grad if index not in grads else grads[index] + grad
 
     def take(self) -> dict[int, Tensor]:
         """The gradients of the means, by reader. Nothing stays."""
-        self._begin()
-        grads = self._grads
-        self._means, self._grads = {}, {}
-        return grads
+        handed = self._handed.take()
+        return {} if handed is None else handed.grads
 
 
 class Group:
@@ -121,8 +118,7 @@ def attend_blocks(
     """
     group, factor = Group(kernel), float(len(sources)) if form == "sum" else 1.0
     if torch.is_grad_enabled():
-        gradients = [gradient_of(source) for source in sources]
-        first, *lse = _Pass.apply(group, gradients, eps, scale, factor, *sources, *queries)
+        first, *lse = _Pass.apply(group, gradients_of(sources), eps, scale, factor, *sources, *queries)
     else:
         first, lse, _ = _attend(group, sources, queries, eps, scale, factor)
     return first, [Earlier(sums, group, index) for index, sums in enumerate(lse, start=1)]

@@ -42,6 +42,8 @@ class LazyRead:
     ) -> Tensor:
         """`F.layer_norm(self, ...)`, fused where the dtypes and the width allow it."""
         fp32 = norm_is_fp32("layer_norm", self.device.type)
+        if not fp32:
+            Norm("layer", eps, weight, bias).check_dtypes(self.dtype)  # PyTorch's own error does not say what differs
         if tuple(shape) != self.shape[-1:] or not self._can_fuse(fp32, weight, bias):
             return F.layer_norm(self.tensor(), list(shape), weight, bias, eps)
         return self._read(Norm("layer", eps, weight, bias), fp32)
