@@ -203,7 +203,7 @@ def _lookup(table: Mapping[str, _Line], module: nn.Module) -> _Line | None:
 
 
 @functools.cache
-def _import_lines(cls: type) -> None:
+def _import_lines(cls: Any) -> None:
     """Import the modules that installed packages declare for the libraries that a model class comes from."""
     libraries = {_library(base) for base in cls.__mro__}
     for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):

@@ -2,7 +2,7 @@
 
 `reference` is the specification. `eager` computes it with PyTorch, `triton` with GPU kernels, both behind one custom
 operator (operator.py); `decomposed` is what `torch.compile` on a CPU, `torch.export`, `torch.func` and forward-mode AD
-see. All compute what `depth_attention` below documents; only `depth_attention` checks its arguments.
+see. All compute what `depth_attention` below documents, of a `Read` (read.py); only `depth_attention` checks it.
 """
 
 from __future__ import annotations
@@ -16,21 +16,19 @@ from torch import Tensor, nn
 from attnres_vision.ops import decomposed, dispatch, operator, reference
 from attnres_vision.ops.dispatch import backend
 from attnres_vision.ops.norms import Norm
-from attnres_vision.ops.reference import promoted
+from attnres_vision.ops.read import Read
 
 __all__ = ["Norm", "backend", "decomposed", "depth_attention", "operator", "reference"]
-
-FORMS = ("sum", "mean")
 
 
 def depth_attention(
     sources: Sequence[Tensor],
     query: Tensor,
     *,
-    eps: float = 1e-6,
-    scale: float = 1.0,
-    form: str = "sum",
-    heads: int = 1,
+    eps: float = Read.eps,
+    scale: float = Read.scale,
+    form: str = Read.form,
+    heads: int = Read.heads,
     add: Tensor | None = None,
     norm: Norm | nn.LayerNorm | nn.RMSNorm | None = None,
     return_weights: bool = False,
@@ -69,89 +67,7 @@ def depth_attention(
             another dtype.
     """
     norm = norm if norm is None or isinstance(norm, Norm) else Norm.of(norm)
-    _check(sources, query, eps, scale, form, heads, add, norm)
-    kernel = dispatch.choose(sources, heads, add)
-    options: dict[str, Any] = {"eps": eps, "scale": scale, "form": form, "heads": heads}
-    if not decomposed.is_needed(kernel):
-        return operator.depth_attention(
-            sources, query, add=add, norm=norm, return_weights=return_weights, kernel=kernel, **options
-        )
-    if add is not None:
-        sources = [*sources[:-1], sources[-1] + add]
-    out, weights = decomposed.depth_attention(sources, query, return_weights=True, **options)
-    out = out if norm is None else norm.apply(out)
-    results = (out, *([sources[-1]] if add is not None else []), *([weights] if return_weights else []))
-    return results if len(results) > 1 else out
-
-
-def _check(
-    sources: Sequence[Tensor],
-    query: Tensor,
-    eps: float,
-    scale: float,
-    form: str,
-    heads: int,
-    add: Tensor | None,
-    norm: Norm | None,
-) -> None:
-    """Raise for whatever `depth_attention` cannot compute. It runs at every read, so it only looks at metadata."""
-    if not isinstance(sources, (list, tuple)) and not isinstance(sources, Sequence):
-        raise TypeError(
-            f"sources must be a sequence of tensors (for a stack: stack.unbind(0)), got {_describe(sources)}"
-        )
-    if len(sources) == 0:
-        raise ValueError("sources must hold at least one tensor, got none")
-    for index, source in enumerate(sources):
-        if not isinstance(source, Tensor) or not source.is_floating_point():
-            raise TypeError(f"sources[{index}] must be a floating-point tensor, got {_describe(source)}")
-    first = sources[0]
-    shape, device = first.shape, first.device
-    if len(shape) == 0:
-        raise ValueError("sources must have shape (..., D), got scalars")
-    for index, source in enumerate(sources):
-        if source.shape != shape:
-            raise ValueError(
-                f"sources must all have one shape, got {_shape(shape)} and, at {index}, {_shape(source.shape)}"
-            )
-        if source.device != device:
-            raise ValueError(f"sources must all be on one device, got {device} and, at {index}, {source.device}")
-    if not isinstance(query, Tensor) or not query.is_floating_point():
-        raise TypeError(f"query must be a floating-point tensor, got {_describe(query)}")
-    allowed = [shape[-1:], shape] if len(shape) < 3 else [shape[-1:], (shape[0], shape[-1]), shape]
-    # Lengths first: comparing (B, T, D) with (D,) would make torch.export exclude B = D under dynamic shapes
-    if not any(len(query.shape) == len(size) and query.shape == size for size in allowed):
-        listed = " or ".join(_shape(size) for size in allowed)
-        raise ValueError(f"query must have shape {listed} for these sources, got {_shape(query.shape)}")
-    if query.device != device:
-        raise ValueError(f"query must be on the device of the sources, {device}, got {query.device}")
-    if not isinstance(heads, int):
-        raise TypeError(f"heads must be an int, got {_describe(heads)}")
-    if heads < 1 or shape[-1] % heads != 0:
-        raise ValueError(f"heads must be a positive divisor of the width D={shape[-1]}, got {heads}")
-    if form not in FORMS:
-        raise ValueError(f"form must be 'sum' or 'mean', got {form!r}")
-    if not isinstance(eps, (int, float)) or not isinstance(scale, (int, float)):
-        raise TypeError(f"eps and scale must be numbers, got {_describe(eps)} and {_describe(scale)}")
-    if not eps >= 0:
-        raise ValueError(f"eps must be zero or positive, got {eps}")
-    if add is not None:
-        if not isinstance(add, Tensor) or not add.is_floating_point():
-            raise TypeError(f"add must be a floating-point tensor, got {_describe(add)}")
-        if add.shape != shape or add.device != device:
-            raise ValueError(
-                f"add must have the shape of the sources, {_shape(shape)} on {device}, got {_shape(add.shape)} on "
-                f"{add.device}"
-            )
-    if norm is not None:
-        last = sources[-1].dtype if add is None else torch.promote_types(sources[-1].dtype, add.dtype)
-        norm.check(first, promoted([*(source.dtype for source in sources[:-1]), last]))
-
-
-def _shape(size: Sequence[int]) -> str:
-    """(2, 7, 48) rather than torch.Size([2, 7, 48])."""
-    return str(tuple(size))
-
-
-def _describe(value: object) -> str:
-    """What was given, for an error message: the dtype of a tensor, else the type."""
-    return f"a tensor of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+    read = Read(sources, query, eps, scale, form, heads, add, norm, return_weights)
+    read.check()
+    read.kernel = dispatch.choose(sources, heads, add)
+    return decomposed.attend(read) if dispatch.is_traced(read.kernel) else operator.attend(read)

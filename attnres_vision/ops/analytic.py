@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from attnres_vision.ops.collect import SourceGradient
-from attnres_vision.ops.reference import compute_dtype, no_autocast, promoted_dtype
+from attnres_vision.ops.dtypes import compute_dtype, no_autocast, promoted_dtype
 
 
 def read_forward(

@@ -6,6 +6,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+# Floating-point operations per element of a source. Forward: score, norm and sum, a multiply and an add each. Backward:
+# one dot product, the three terms of dv, and dq.
+FORWARD_FLOPS = 6
+BACKWARD_FLOPS = 10
+
 
 class Inputs(NamedTuple):
     """The tensors of a read beside its sources.

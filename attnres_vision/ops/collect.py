@@ -20,9 +20,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from attnres_vision.ops import decomposed
-from attnres_vision.ops.reference import compute_dtype, no_autocast
-
+from attnres_vision.ops import dispatch
+from attnres_vision.ops.dtypes import compute_dtype, no_autocast
 
 T = TypeVar("T")
 
@@ -149,7 +148,7 @@ class _Collect(torch.autograd.Function):
 
 def collect(source: Tensor) -> Tensor:
     """The source, set up to collect what its readers add to its gradient; as it is where autograd is not in use."""
-    if not source.requires_grad or not torch.is_grad_enabled() or decomposed.is_needed():
+    if not source.requires_grad or not torch.is_grad_enabled() or dispatch.is_traced():
         return source
     gradient = SourceGradient()
     collected = _Collect.apply(source, gradient)
@@ -167,3 +166,12 @@ def gradients_of(sources: Sequence[Tensor]) -> list[SourceGradient | None]:
         gradient = getattr(source, "source_gradient", None)
         found.append(None if gradient in found else gradient)
     return found
+
+
+def refuse_double_backward() -> None:
+    """Raise in a backward pass that is to be differentiated."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "AttnRes models have no double backward (create_graph=True): for gradients of gradients use "
+            "torch.func.grad(torch.func.grad(...)), with torch.func.functional_call"
+        )

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 BACKENDS = ("auto", "eager", "triton")
 TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -54,6 +55,18 @@ def backend(name: str) -> Iterator[None]:
         yield
     finally:
         _chosen.reset(token)
+
+
+def is_traced(kernel: str = "eager") -> bool:
+    """Whether PyTorch traces or transforms what runs now: compile, export, torch.func, forward-mode AD.
+
+    A custom operator has no rules for the last two, and forward-mode AD would lose its tangents without a word. A
+    compiler takes it as it is, which is right for the Triton kernels; on a CPU inductor makes more of the loop.
+    """
+    compiling = torch.compiler.is_compiling() and (kernel == "eager" or torch.compiler.is_exporting())
+    # Not `is not None`: dynamo takes the None for an object
+    transforming = isinstance(torch._C._functorch.peek_interpreter_stack(), torch._C._functorch.CInterpreter)
+    return compiling or transforming or forward_ad._current_level >= 0
 
 
 def choose(sources: Sequence[Tensor], heads: int, add: Tensor | None = None) -> str:

@@ -14,8 +14,8 @@ from torch import Tensor
 from attnres_vision.ops.analytic import mix, read_backward, read_forward
 from attnres_vision.ops.arguments import Inputs, Options, Saved
 from attnres_vision.ops.collect import SourceGradient
+from attnres_vision.ops.dtypes import autocast_enabled, compute_dtype, no_autocast, promoted_dtype
 from attnres_vision.ops.norms import Norm
-from attnres_vision.ops.reference import autocast_enabled, compute_dtype, no_autocast, promoted_dtype
 
 Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 

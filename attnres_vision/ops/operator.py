@@ -9,63 +9,41 @@ No double backward: it raises (torch.func's transforms can be nested; they run d
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from attnres_vision.ops import eager
-from attnres_vision.ops.arguments import Inputs, Options, Saved
-from attnres_vision.ops.collect import SourceGradient, gradients_of
-from attnres_vision.ops.norms import Norm
+from attnres_vision.ops.arguments import BACKWARD_FLOPS, FORWARD_FLOPS, Inputs, Options, Saved
+from attnres_vision.ops.collect import SourceGradient, gradients_of, refuse_double_backward
+from attnres_vision.ops.read import Read
+from attnres_vision.ops.two_phase import Earlier
 
-if TYPE_CHECKING:
-    from attnres_vision.ops.two_phase import Earlier
-
-# Floating-point operations per element of a source. Forward: score, norm and sum, a multiply and an add each. Backward:
-# one dot product, the three terms of dv, and dq.
-FORWARD_FLOPS = 6
-BACKWARD_FLOPS = 10
 NUM_SMALL = len(Inputs._fields)
 NUM_OPTIONS = len(Options._fields)
 
 
-def depth_attention(
-    sources: Sequence[Tensor],
-    query: Tensor,
-    *,
-    eps: float = 1e-6,
-    scale: float = 1.0,
-    form: str = "sum",
-    heads: int = 1,
-    add: Tensor | None = None,
-    norm: Norm | None = None,
-    return_weights: bool = False,
-    low_rank: tuple[Tensor, Tensor] | None = None,
-    earlier: Earlier | None = None,
-    kernel: str = "eager",
-    fp32_sum: bool = False,
-    fp32_norm: bool = False,
-) -> Any:
-    """`attnres_vision.ops.depth_attention`, which documents the arguments, and some that only the library uses.
+def depth_attention(sources: Sequence[Tensor], query: Tensor, **options: Any) -> Any:
+    """`attend` of `Read(sources, query, **options)`."""
+    return attend(Read(sources, query, **options))
 
-    Args:
-        low_rank: left (..., r) and right (D, r): the query of a token is `query + left @ right.T`.
-        earlier: what two_phase.py has attended over before.
-        kernel: "eager" or "triton" (dispatch.py chooses).
-        fp32_sum: the sum with `add` is made in fp32, as the host's stream is, whatever the two are.
-        fp32_norm: the norm's result is fp32, whatever h is, as under autocast on a GPU; for kernel "triton".
-    """
-    left, right = low_rank or (None, None)
+
+def attend(read: Read) -> Any:
+    """What a read returns, by the kernel that it names."""
+    sources, earlier, add, norm = read.sources, read.earlier, read.add, read.norm
+    left, right = read.low_rank or (None, None)
     mixed, lse = (None, None) if earlier is None else (earlier.mean(), earlier.lse)
-    factor = float(len(sources) + (0 if earlier is None else earlier.count)) if form == "sum" else 1.0
-    fused = norm if norm is not None and (kernel == "triton" or eager.can_fuse(sources, add, norm)) else None
+    fused = norm if norm is not None and (read.kernel == "triton" or eager.can_fuse(sources, add, norm)) else None
     parameters = () if fused is None else (fused.weight, fused.bias, fused.scale, fused.shift)
-    inputs = Inputs(query, left, right, add, mixed, lse, *parameters)
+    inputs = Inputs(read.query, left, right, add, mixed, lse, *parameters)
     kind, norm_eps = ("", 0.0) if fused is None else (fused.kind, fused.eps)
-    options = Options(kernel, kind, norm_eps, eps, scale, factor, heads, fp32_sum, fp32_norm)
+    options = Options(
+        read.kernel, kind, norm_eps, read.eps, read.scale, read.factor, read.heads, read.fp32_sum, read.fp32_norm
+    )
     # A compiler sees the operator alone: autograd then adds its gradients to what other readers have collected
     collecting = torch.is_grad_enabled() and not torch.compiler.is_compiling()
     gradients = gradients_of(sources) if collecting else []
@@ -75,10 +53,8 @@ def depth_attention(
         out, partial, weights = _CollectingRead.apply(gradients, earlier, options, *inputs, *sources)
     else:
         out, partial, weights, *_ = forward_op(list(sources), *inputs, *options)
-    if norm is not None and fused is None:
-        out = norm.apply(out)
-    results = (out, *([partial] if add is not None else []), *([weights] if return_weights else []))
-    return results if len(results) > 1 else out
+    read = read if fused is None else dataclasses.replace(read, norm=None)
+    return read.results(out, partial, weights)
 
 
 def _implementation(kernel: str) -> Any:
@@ -243,15 +219,6 @@ def _with_add(grads: list[Tensor | None], num_sources: int, ctx: Any) -> list[Te
 
 
 forward_op.register_autograd(_backward, setup_context=_setup_context)
-
-
-def refuse_double_backward() -> None:
-    """Raise in a backward pass that is to be differentiated."""
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "AttnRes models have no double backward (create_graph=True): for gradients of gradients use "
-            "torch.func.grad(torch.func.grad(...)), with torch.func.functional_call"
-        )
 
 
 class _CollectingRead(torch.autograd.Function):

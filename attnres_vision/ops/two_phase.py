@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from attnres_vision.ops import eager_two_phase
-from attnres_vision.ops.collect import OfPass, SourceGradient, gradients_of
-from attnres_vision.ops.operator import FORWARD_FLOPS, refuse_double_backward
-from attnres_vision.ops.reference import compute_dtype, promoted_dtype
+from attnres_vision.ops.arguments import FORWARD_FLOPS
+from attnres_vision.ops.collect import OfPass, SourceGradient, gradients_of, refuse_double_backward
+from attnres_vision.ops.dtypes import compute_dtype, promoted_dtype
 
 
 @dataclasses.dataclass

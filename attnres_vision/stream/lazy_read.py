@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnres_vision.ops import Norm, decomposed, dispatch, operator
-from attnres_vision.ops.reference import norm_is_fp32, promoted
+from attnres_vision.ops import Norm, dispatch, operator
+from attnres_vision.ops.dtypes import norm_is_fp32, promoted
 from attnres_vision.stream.open_block import OpenBlock
 
 
@@ -123,7 +123,7 @@ WRAPPERS: dict[Callable, str] = {}
 
 def may_be_lazy(module: nn.Module, reader: nn.Module, kernel: str) -> bool:
     """Whether `module` can be given a LazyRead: a LayerNorm in eager mode, and no hook but ours looks at the read."""
-    if decomposed.is_needed(kernel) or len(module._forward_pre_hooks) > 1 or not _is_plain(module, pre_hooks=False):
+    if dispatch.is_traced(kernel) or len(module._forward_pre_hooks) > 1 or not _is_plain(module, pre_hooks=False):
         return False
     wrapped = WRAPPERS.get(type(module).forward)
     norm = module if wrapped is None else getattr(module, wrapped)

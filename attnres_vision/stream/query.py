@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnres_vision.config import AttnResConfig
-from attnres_vision.ops.reference import compute_dtype
+from attnres_vision.ops.dtypes import compute_dtype
 from attnres_vision.stream.stream import DepthStream
 
 

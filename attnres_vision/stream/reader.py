@@ -72,7 +72,7 @@ class DepthAttention(DepthQuery):
         """
         assert self.query is not None
         options = self._options()
-        if ops.decomposed.is_needed(self.kernel(stream)):
+        if ops.dispatch.is_traced(self.kernel(stream)):
             return ops.depth_attention(stream.sources(), self.compute_query(stream), **options)
         group = self.group if group is None else group
         if two_phase.can_begin(group, stream):

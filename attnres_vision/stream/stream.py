@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from attnres_vision.ops import decomposed, dispatch
+from attnres_vision.ops import dispatch
 from attnres_vision.ops.collect import collect
-from attnres_vision.ops.reference import promoted
+from attnres_vision.ops.dtypes import promoted
 from attnres_vision.ops.two_phase import Earlier
 from attnres_vision.stream.open_block import OpenBlock
 from attnres_vision.stream.refusals import refusal, refuse, refuse_operators
@@ -105,7 +105,7 @@ class DepthStream:
     def _is_fused(self, delta: Tensor) -> bool:
         """Whether a Triton kernel makes the sum with `delta` when it reads."""
         kernel = dispatch.choose((self.blocks[0], self.sources()[-1], delta), 1)
-        return kernel == "triton" and not decomposed.is_needed(kernel)
+        return kernel == "triton" and not dispatch.is_traced(kernel)
 
     def __add__(self, delta: Tensor) -> DepthStream:
         return self.write(delta)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from attnres_vision.ops import decomposed, dispatch
+from attnres_vision.ops import dispatch
 from attnres_vision.ops.two_phase import Earlier, attend_blocks
 from attnres_vision.stream.query import DepthQuery
 from attnres_vision.stream.stream import DepthStream
@@ -21,7 +21,7 @@ from attnres_vision.stream.stream import DepthStream
 
 def can_begin(group: Sequence[DepthQuery], stream: DepthStream) -> bool:
     """Whether the first reader of a group can read for all of them."""
-    if len(group) < 2 or decomposed.is_needed() or not stream.is_closed:  # called out of turn: the sum is not final
+    if len(group) < 2 or dispatch.is_traced() or not stream.is_closed:  # called out of turn: the sum is not final
         return False
     config = group[0].config
     kernel = dispatch.choose(stream.blocks, config.heads)
@@ -47,7 +47,7 @@ def earlier_read(reader: DepthQuery, stream: DepthStream) -> Earlier | None:
 
     It may not: a host leaves layers out, a layer is replaced by another, the layers before run without gradients.
     """
-    earlier = None if stream.ahead is None or decomposed.is_needed() else stream.ahead.get(reader)
+    earlier = None if stream.ahead is None or dispatch.is_traced() else stream.ahead.get(reader)
     if earlier is None:
         return None
     newer = len(stream.blocks) + (stream.open_block is not None) - earlier.count

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnres_vision.ops import decomposed
 from tests.compat.models import MODELS, attached
 
 CONFIGS = {
@@ -58,7 +57,7 @@ def test_gradients_equal_the_decomposed_operators(name, config, consume, monkeyp
     if name.startswith("naflex") and config.get("query") == "condition":
         pytest.skip("NaFlexVit has no condition")
     found = gradients(name, config, consume)
-    monkeypatch.setattr(decomposed, "is_needed", lambda kernel="eager": True)
+    monkeypatch.setattr(dispatch, "is_traced", lambda kernel="eager": True)
     expected = gradients(name, config, consume)
     rounded = any(part in name for part in NORM_IN_FP32)
     for parameter, wanted in expected.items():

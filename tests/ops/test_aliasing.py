@@ -98,7 +98,10 @@ def no_gradient_in_a_table(a: Tensor, b: Tensor, q: Tensor, given: Collect) -> R
 def readers_with_different_queries(a: Tensor, b: Tensor, q: Tensor, given: Collect) -> Reads:
     """One query for all samples, one for each, one per token, two heads: the terms of a source are of all kinds."""
     c, d = given(a), given(b)
-    samples, tokens = torch.stack([q, q.sin()]), torch.stack([q * (i - 2) for i in range(SHAPE[0] * SHAPE[1])]).view(SHAPE)
+    samples, tokens = (
+        torch.stack([q, q.sin()]),
+        torch.stack([q * (i - 2) for i in range(SHAPE[0] * SHAPE[1])]).view(SHAPE),
+    )
     return [([c, d], q, {}), ([c, d], samples, {}), ([d, c], tokens, {}), ([c, d], q, {"heads": 3}),
             ([c, d], samples, {"heads": 2})]  # fmt: skip
 

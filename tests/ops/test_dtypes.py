@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from attnres_vision.lazy import LazyRead
 from torch import Tensor, nn
 
-from attnres_vision.lazy import LazyRead
 from attnres_vision.ops import Norm, backend, depth_attention, dispatch, reference, two_phase
 
 FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -166,7 +166,9 @@ def name_of(row: tuple[Any, ...]) -> str:
 def test_all_paths_agree(row, triton_device):
     # Triton's interpreter takes a second per path: one of them for each row, in turn
     which = SAMPLE.index(row) % 3
-    names = [n for n in PATHS if n.startswith("eager")] + [n for n in PATHS if n.startswith("triton")][which : which + 1]
+    names = [n for n in PATHS if n.startswith("eager")] + [n for n in PATHS if n.startswith("triton")][
+        which : which + 1
+    ]
     check(Case(row), names if triton_device == "cpu" else names[:4])
 
 
@@ -182,7 +184,9 @@ def test_the_sample_has_every_choice():
     assert {Case(row).is_allowed() for row in SAMPLE} == {True, False}
 
 
-@pytest.mark.parametrize("row", [((BF16,), FP32, None, FP32, "layer", True), ((FP32, BF16), BF16, FP32, BF16, "rms", False)])
+@pytest.mark.parametrize(
+    "row", [((BF16,), FP32, None, FP32, "layer", True), ((FP32, BF16), BF16, FP32, BF16, "rms", False)]
+)
 def test_a_compiled_read_agrees(row):
     case = Case(row)
     expected = case.run(composition, FP64)

@@ -13,8 +13,8 @@ from torch import Tensor
 from attnres_vision.ops import dispatch
 from attnres_vision.ops.arguments import Inputs, Options, Saved
 from attnres_vision.ops.collect import SourceGradient
+from attnres_vision.ops.dtypes import promoted_dtype
 from attnres_vision.ops.eager import Results, empty_results, query_gradients, token_query
-from attnres_vision.ops.reference import promoted_dtype
 from attnres_vision.ops.triton import tiles
 from attnres_vision.ops.triton.backward import gradient_kernel
 from attnres_vision.ops.triton.forward import read_kernel

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attnres_vision.ops.arguments import Inputs
 from attnres_vision.ops.collect import SourceGradient
-from attnres_vision.ops.reference import promoted_dtype
+from attnres_vision.ops.dtypes import promoted_dtype
 from attnres_vision.ops.triton import tiles
 from attnres_vision.ops.triton.launch import BACKWARD_VALUES, constants, group_steps
 from attnres_vision.ops.triton.layout import Rows, element_size, on_device, rows_of, strides
