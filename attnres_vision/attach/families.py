@@ -202,13 +202,16 @@ def _lookup(table: Mapping[str, _Line], module: nn.Module) -> _Line | None:
     return next((table[_path(cls)] for cls in type(module).__mro__ if _path(cls) in table), None)
 
 
-@functools.cache
-def _import_lines(cls: Any) -> None:
+def _import_lines(cls: type) -> None:
     """Import the modules that installed packages declare for the libraries that a model class comes from."""
-    libraries = {_library(base) for base in cls.__mro__}
-    for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
-        if entry.name in libraries:
-            entry.load()
+    for library in {_library(base) for base in cls.__mro__}:
+        _import_lines_of(library)
+
+
+@functools.cache
+def _import_lines_of(library: str) -> None:
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINTS, name=library):
+        entry.load()
 
 
 def _library(cls: type) -> str:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from attnres_vision.ops import dispatch
 from tests.compat.models import MODELS, attached
 
 CONFIGS = {
