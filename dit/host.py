@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+from accelerate.utils import offload_state_dict
 from diffusers.configuration_utils import FrozenDict, register_to_config
 from torch import nn
 
@@ -103,9 +104,13 @@ class DiffusersHost(AttnResHost):
         model, still_missing, *rest = super()._load_pretrained_model(  # type: ignore[misc]
             model, state_dict, files, name, loaded_keys, **kwargs
         )
-        materialise_depth(
-            model, missing, kwargs.get("device_map"), kwargs.get("dtype"), kwargs.get("keep_in_fp32_modules") or ()
-        )
+        device_map = kwargs.get("device_map")
+        materialise_depth(model, missing, device_map, kwargs.get("dtype"), kwargs.get("keep_in_fp32_modules") or ())
+        offloaded = [name for name in missing if _place(name, device_map) == "disk"]
+        if offloaded:  # accelerate looks them up in the folder to which diffusers has written the checkpoint's own
+            offload_state_dict(
+                kwargs["offload_folder"], {name: model.get_parameter(name).detach() for name in offloaded}
+            )
         return model, [key for key in still_missing if key not in missing], *rest
 
     @classmethod
@@ -216,9 +221,14 @@ def materialise_depth(model: nn.Module, names: list[str], device_map: Any, dtype
 
 
 def _device(name: str, device_map: Any) -> Any:
-    """The device of a parameter in a device map; "cpu" for those that are offloaded."""
+    """The device on which a parameter of a device map is made: "cpu" for those that are offloaded."""
+    place = _place(name, device_map)
+    return "cpu" if place == "disk" else place
+
+
+def _place(name: str, device_map: Any) -> Any:
+    """Where a device map has a parameter: a device or "disk"."""
     if not isinstance(device_map, dict):
         return device_map if device_map not in (None, "auto") else "cpu"
     prefixes = [key for key in device_map if not key or name == key or name.startswith(f"{key}.")]
-    device = device_map[max(prefixes, key=len)] if prefixes else "cpu"
-    return "cpu" if device == "disk" else device
+    return device_map[max(prefixes, key=len)] if prefixes else "cpu"
