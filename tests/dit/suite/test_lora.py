@@ -91,7 +91,7 @@ def test_adapters_from_adding_to_deleting(name: str, tmp_path: Path) -> None:
     assert set(model.state_dict()) == keys
     assert_depth_is(model, depth)
 
-    model.load_lora_adapter(tmp_path, prefix=None)
+    model.load_lora_adapter(tmp_path, prefix=None, use_safetensors=True)
     assert relative_error(output(model, name), first) < 1e-3
     assert_depth_is(model, depth)
 
@@ -108,13 +108,13 @@ def test_hot_swap(name: str, tmp_path: Path) -> None:
         each.save_lora_adapter(tmp_path / str(index))
         wanted.append(output(each, name))
     model.enable_lora_hotswap(target_rank=4)
-    model.load_lora_adapter(tmp_path / "0", prefix=None, adapter_name="default")
+    model.load_lora_adapter(tmp_path / "0", prefix=None, use_safetensors=True, adapter_name="default")
     assert relative_error(output(model, name), wanted[0]) < 1e-5
     kept = {key: value.data_ptr() for key, value in lora_values(model).items()}
-    model.load_lora_adapter(tmp_path / "1", prefix=None, adapter_name="default", hotswap=True)
+    model.load_lora_adapter(tmp_path / "1", prefix=None, use_safetensors=True, adapter_name="default", hotswap=True)
     assert relative_error(output(model, name), wanted[1]) < 1e-5
     assert {key: value.data_ptr() for key, value in lora_values(model).items()} == kept
-    model.load_lora_adapter(tmp_path / "0", prefix=None, adapter_name="default", hotswap=True)
+    model.load_lora_adapter(tmp_path / "0", prefix=None, use_safetensors=True, adapter_name="default", hotswap=True)
     assert relative_error(output(model, name), wanted[0]) < 1e-5
     assert_depth_is(model, depth)
 
@@ -128,11 +128,11 @@ def test_a_hot_swapped_model_does_not_compile_again(tmp_path: Path) -> None:
         randomise(each, index)
         each.save_lora_adapter(tmp_path / str(index))
     model.enable_lora_hotswap(target_rank=4)
-    model.load_lora_adapter(tmp_path / "0", prefix=None, adapter_name="default")
+    model.load_lora_adapter(tmp_path / "0", prefix=None, use_safetensors=True, adapter_name="default")
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     compiled_before = output(compiled, "flux")
-    model.load_lora_adapter(tmp_path / "1", prefix=None, adapter_name="default", hotswap=True)
+    model.load_lora_adapter(tmp_path / "1", prefix=None, use_safetensors=True, adapter_name="default", hotswap=True)
     with torch._dynamo.config.patch(error_on_recompile=True):
         found = output(compiled, "flux")
     assert relative_error(found, output(model, "flux")) < 1e-5
