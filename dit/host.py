@@ -24,10 +24,8 @@ from attnres_vision.begin import begin_streams
 from attnres_vision.config import AttnResConfig
 from attnres_vision.host import AttnResHost, stock_class
 from attnres_vision.reader import DepthAttention
+from dit.caches import check_cache, let_blocks_be_skipped
 from dit.parallel import split_blocks, split_embeddings, without_blocks
-
-# These subtract the residual streams before and behind blocks; the others keep outputs of attention modules.
-RESIDUAL_CACHES = ("FirstBlockCacheConfig", "MagCacheConfig", "SeaCacheConfig")
 
 
 class DiffusersHost(AttnResHost):
@@ -137,14 +135,10 @@ class CachingHost(DiffusersHost):
         Raises:
             ValueError: a cache that does arithmetic on the residual streams.
         """
-        if any(cls.__name__ in RESIDUAL_CACHES for cls in type(config).__mro__):
-            raise ValueError(
-                f"{type(config).__name__} cannot be used with {type(self).__name__}: a residual cache reuses the "
-                "difference of the residual streams before and behind the blocks, and in an AttnRes model the stream "
-                "is a list of sources that the last norm attends over. Use a cache of attention outputs: "
-                "PyramidAttentionBroadcastConfig, FasterCacheConfig or TaylorSeerCacheConfig"
-            )
+        check_cache(cast(nn.Module, self), config)
         super().enable_cache(config)  # type: ignore[misc]
+        if type(config).__name__ == "TaylorSeerCacheConfig":
+            let_blocks_be_skipped(cast(nn.Module, self))
 
 
 class CheckpointAfterBegin:
