@@ -17,14 +17,23 @@ NAMES = [
     "cogview4", "easyanimate", "auraflow", "ltx", "wan",
 ]  # fmt: skip
 every_class = pytest.mark.parametrize("name", NAMES)
-DEFAULTS: dict[str, Any] = {"attnres": {"num_blocks": 2}}
+# What every class goes through in the default run, for what hangs on the kind of model and not on the class
+KINDS = ["sd35", "flux", "cogvideox", "wan"]
+
+
+def every_class_exhaustively(names: list[str] | None = None) -> Any:
+    """The classes; all but one per kind of model (two streams, joint blocks, shared norms, one stream) on demand."""
+    every = NAMES if names is None else names
+    return pytest.mark.parametrize(
+        "name", [name if name in KINDS else pytest.param(name, marks=pytest.mark.exhaustive) for name in every]
+    )
 
 
 def default_model(name: str, dtype: torch.dtype = torch.float32, zero: bool = False) -> Any:
     """`AttnRes<class>(**config)` without an `attnres` argument, with the weights of `stock_model`."""
     stock = stock_model(name, dtype)
     class_name, config, _ = MODELS[name]
-    model = getattr(dit.models, f"AttnRes{class_name}")(**config, **DEFAULTS)
+    model = getattr(dit.models, f"AttnRes{class_name}")(**config)
     model.load_state_dict(stock.state_dict(), strict=False)
     model.to(dtype).eval()
     if not zero:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import dit
 from attnres_vision.stream import DepthStream
-from tests.dit.suite.hosts import NAMES, default_model, every_class, output
+from tests.dit.suite.hosts import KINDS, NAMES, default_model, every_class, every_class_exhaustively, output
 from tests.dit.tiny import MODELS, inputs_for, relative_error, stock_model
 
 
@@ -70,7 +70,7 @@ def _with_signature(processor: Any) -> Any:
 
 
 @every_class
-@pytest.mark.parametrize("backend", ["native", "_native_math"])
+@pytest.mark.parametrize("backend", [pytest.param("native", marks=pytest.mark.exhaustive), "_native_math"])
 def test_attention_backends(name: str, backend: str) -> None:
     from diffusers.models.attention_dispatch import attention_backend
 
@@ -86,10 +86,15 @@ def test_attention_backends(name: str, backend: str) -> None:
     assert torch.equal(output(model, name), wanted)
 
 
-@having("fuse_qkv_projections")
+@pytest.mark.parametrize("name", ["sd3", *(n for n in NAMES if host_has(n, "fuse_qkv_projections"))])
 def test_fused_projections(name: str) -> None:
-    """As in the stock class: where that one cannot fuse, neither can this, and nothing is half fused."""
     model = default_model(name)
+    if name == "sd35":  # a second attention without text: diffusers' fused processor does not know it
+        for each in (stock_model(name, torch.float32), model):
+            each.fuse_qkv_projections()
+            with pytest.raises(AttributeError, match="NoneType"):
+                output(each, name)
+        return
     wanted = output(model, name)
     model.fuse_qkv_projections()
     assert relative_error(output(model, name), wanted) < 1e-5
@@ -203,8 +208,16 @@ UNTOUCHED = {
 }
 
 
-@pytest.mark.parametrize("cache", ATTENTION_CACHES)
-@every_class
+CASES = [
+    pytest.param(name, cache, marks=pytest.mark.exhaustive)
+    if cache == "text-kv" and name not in KINDS
+    else (name, cache)
+    for name in NAMES
+    for cache in ATTENTION_CACHES
+]
+
+
+@pytest.mark.parametrize(("name", "cache"), CASES)
 def test_attention_caches(name: str, cache: str) -> None:
     """With queries: of equal inputs, what is cached is what would be computed. Without: the stock model's numbers."""
     if not host_has(name, "enable_cache") and cache.startswith("taylorseer"):
@@ -251,10 +264,14 @@ def test_residual_caches_applied_by_hand_are_an_error(name: str, cache: str) -> 
     model = default_model(name)
     config, apply = residual_caches()[cache]
     apply(model, config)
-    with pytest.raises(TypeError, match="residual caches"), torch.no_grad():
+    # SeaCache copies the stream first
+    refused = pytest.raises((TypeError, AttributeError), match=r"residual caches|reads the residual stream")
+    with refused, torch.no_grad():
         for index in range(STEPS):
             context: dict[str, Any] = (
-                {"step_index": index, "sigma": 1 - index / STEPS, "num_inference_steps": STEPS} if cache == "sea" else {}
+                {"step_index": index, "sigma": 1 - index / STEPS, "num_inference_steps": STEPS}
+                if cache == "sea"
+                else {}
             )
             with model.cache_context("cond", **context):
                 model(**inputs_for(name, torch.float32))
@@ -288,10 +305,10 @@ def skip_configs() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", list(skip_configs()))
-@every_class
+@every_class_exhaustively()
 def test_layer_skip(name: str, kind: str) -> None:
     """Skip-layer and perturbed-attention guidance: at zero queries the stock model's numbers, or its own error."""
-    outputs: list[Any] = []
+    outputs: list[Any] = []  # diffusers' own block metadata swaps the streams of a skipped Flux block
     fqn = "joint_transformer_blocks" if name == "auraflow" else "blocks" if name == "wan" else "transformer_blocks"
     for model in (stock_model(name, torch.float32), default_model(name, zero=True), default_model(name)):
         plain = output(model, name)
@@ -301,11 +318,12 @@ def test_layer_skip(name: str, kind: str) -> None:
         except Exception as error:
             outputs.append(error)
         else:
-            assert kind != "blocks" or relative_error(outputs[-1], plain) > 1e-4
+            assert kind != "blocks" or outputs[-1].shape != plain.shape or relative_error(outputs[-1], plain) > 1e-4
     stock, zero, found = outputs
     if isinstance(stock, Exception):
         assert type(zero) is type(found) is type(stock)
     else:
+        assert zero.shape == stock.shape
         assert relative_error(zero, stock) < 1e-5 and torch.isfinite(found).all()
 
 
@@ -407,7 +425,7 @@ def test_image_conditioned_cross_attention_of_wan() -> None:
     stock = diffusers.WanTransformer3DModel(**config).eval()
     images = torch.randn(2, 3, 8)
     model = dit.models.AttnResWanTransformer3DModel.from_config(  # type: ignore[attr-defined]
-        stock.config, attnres={"num_blocks": 2}
+        stock.config
     ).eval()
     model.load_state_dict(stock.state_dict(), strict=False)
     wanted = output(stock, "wan", encoder_hidden_states_image=images)

@@ -10,10 +10,18 @@ import pytest
 import torch
 
 import attnres_vision
-from tests.dit.suite.hosts import default_model, every_class, output
+from tests.dit.suite.hosts import (
+    assert_depth_is,
+    default_model,
+    depth_values,
+    every_class,
+    every_class_exhaustively,
+    output,
+)
 from tests.dit.tiny import inputs_for, relative_error, stock_model
 
 CPU = torch.device("cpu")
+EXHAUSTIVE = pytest.mark.exhaustive
 
 
 # accelerate ----------------------------------------------------------------------------------------------------------
@@ -32,7 +40,7 @@ def device_map(model: Any, device: str) -> dict[str, str]:
 
 
 @every_class
-@pytest.mark.parametrize("way", ["sequential", "model", "disk"])
+@pytest.mark.parametrize("way", ["sequential", *(pytest.param(w, marks=EXHAUSTIVE) for w in ("model", "disk"))])
 def test_accelerate_offload(name: str, way: str, tmp_path: Path) -> None:
     """Parameters are on the meta device between the forward passes, and those of the readers come back too."""
     from accelerate import cpu_offload, cpu_offload_with_hook, disk_offload
@@ -54,7 +62,7 @@ def test_accelerate_offload(name: str, way: str, tmp_path: Path) -> None:
         assert torch.equal(output(model, name), wanted)
 
 
-@every_class
+@every_class_exhaustively()
 def test_a_device_map_with_disk(name: str, tmp_path: Path) -> None:
     """`dispatch_model`, with blocks on the CPU between blocks on the disk: what `device_map="auto"` becomes."""
     from accelerate import dispatch_model
@@ -67,7 +75,7 @@ def test_a_device_map_with_disk(name: str, tmp_path: Path) -> None:
 
 
 @every_class
-@pytest.mark.parametrize("checkpoint", ["own", "stock"])
+@pytest.mark.parametrize("checkpoint", [pytest.param("own", marks=EXHAUSTIVE), "stock"])
 def test_from_pretrained_with_a_device_map(name: str, checkpoint: str, tmp_path: Path) -> None:
     """diffusers' disk offload: the checkpoint's parameters go to the offload folder, readers' included."""
     own = checkpoint == "own"
@@ -87,7 +95,9 @@ def test_from_pretrained_with_a_device_map(name: str, checkpoint: str, tmp_path:
 
 
 @every_class
-@pytest.mark.parametrize("kind", ["block_level", "block_level of 2", "leaf_level", "disk"])
+@pytest.mark.parametrize(
+    "kind", ["block_level", "leaf_level", *(pytest.param(k, marks=EXHAUSTIVE) for k in ("block_level of 2", "disk"))]
+)
 def test_group_offload(name: str, kind: str, tmp_path: Path) -> None:
     model = default_model(name)
     if not model._supports_group_offloading:
@@ -115,8 +125,6 @@ def test_group_offload_streams_need_an_accelerator() -> None:
 @every_class
 def test_layerwise_casting(name: str) -> None:
     """fp8 storage of what diffusers stores in fp8 in the stock model; depth parameters keep their dtype and values."""
-    from tests.dit.suite.hosts import assert_depth_is, depth_values
-
     stock, zero, model = stock_model(name, torch.float32), default_model(name, zero=True), default_model(name)
     before = depth_values(model)
     plain = output(model, name)
@@ -139,7 +147,7 @@ def test_layerwise_casting(name: str) -> None:
     assert relative_error(output(model, name), output(rounded, name)) < 1e-6
 
 
-@every_class
+@every_class_exhaustively()
 @pytest.mark.parametrize("compute", [torch.bfloat16, torch.float16], ids=str)
 def test_layerwise_casting_to_half_precision(name: str, compute: torch.dtype) -> None:
     """A model in half precision, as diffusers' memory test has it: finite, and as close to fp32 as the stock model."""
