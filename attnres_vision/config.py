@@ -18,9 +18,7 @@ Query = Literal["static", "token", "block", "condition"]
 Form = Literal["sum", "mean"]
 Condition = Literal["timestep", "pooled_text", "other_stream"]
 
-
-class _Default(int):
-    """A default that can be told from the same number given by the user (`num_blocks=8, block_size=2` is an error)."""
+DEFAULT_NUM_BLOCKS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +30,9 @@ class AttnResConfig:
             sublayer's output (Eq. 1 to 4) and is `"block"` with `block_size=1`.
         num_blocks: number of blocks N, between 1 and the model's number of sublayers. A number that does not divide
             the sublayers gives a short last block. All others have the same size, so there can be fewer than N blocks
-            (N = 16 with 24 sublayers: 12 blocks of 2). Default 8, the paper's choice.
+            (N = 16 with 24 sublayers: 12 blocks of 2). `None` is 8, the paper's choice, or the number of sublayers if
+            that is smaller. The model's own config, which is also the saved one, has the number: loaded with fewer
+            layers, it is a number out of range like any other.
         block_size: sublayers per block S, instead of `num_blocks`. A transformer block of attention and MLP counts 2.
         query: where a reader's query comes from. `"static"`: a learned vector (the paper's default). `"token"`: plus a
             projection of the newest source, token by token (the paper's input-dependent ablation). `"block"`: plus a
@@ -41,7 +41,7 @@ class AttnResConfig:
         condition: for diffusion transformers with `query="condition"`, what the query is computed from, one or more of
             `"timestep"` (the model's own time embedding), `"pooled_text"` (its projection of the pooled text embedding)
             and `"other_stream"` (the token mean of the other stream's newest source, when the transformer block is
-            entered). `None` is the model's default, `("timestep",)`.
+            entered). `None` is the first of these that the model has: `("timestep",)` for all of diffusers'.
         rank: rank of the projection of an input-dependent query; `None` is a full D x D matrix.
         heads: number of depth heads; each D / heads slice of the width has its own softmax over the sources.
         scale: factor on the scores. The paper has 1.0; `D ** -0.5` is what some follow-ups use.
@@ -58,7 +58,7 @@ class AttnResConfig:
     """
 
     mode: Mode = "block"
-    num_blocks: int | None = _Default(8)
+    num_blocks: int | None = None
     block_size: int | None = None
     query: Query = "static"
     condition: tuple[Condition, ...] | None = None
@@ -85,22 +85,30 @@ class AttnResConfig:
             _check("condition", self.condition, self.query == "condition", "None unless query is 'condition'")
             object.__setattr__(self, "condition", _condition(self.condition))
 
-        given_num_blocks = None if isinstance(self.num_blocks, _Default) else self.num_blocks
         if self.mode == "full":
-            _check("num_blocks", given_num_blocks, given_num_blocks is None, "None when mode is 'full'")
+            _check("num_blocks", self.num_blocks, self.num_blocks is None, "None when mode is 'full'")
             _check("block_size", self.block_size, self.block_size in (None, 1), "None or 1 when mode is 'full'")
-            num_blocks, block_size = None, 1
+            object.__setattr__(self, "block_size", 1)
         elif self.block_size is not None:
-            _check("num_blocks", given_num_blocks, given_num_blocks is None, "None when block_size is given")
-            num_blocks, block_size = None, self.block_size
-        else:
-            _check("num_blocks", self.num_blocks, self.num_blocks is not None, "an integer when block_size is None")
-            assert self.num_blocks is not None
-            num_blocks, block_size = int(self.num_blocks), None
-        object.__setattr__(self, "num_blocks", num_blocks)
-        object.__setattr__(self, "block_size", block_size)
+            _check("num_blocks", self.num_blocks, self.num_blocks is None, "None when block_size is given")
         object.__setattr__(self, "scale", float(self.scale))
         object.__setattr__(self, "key_eps", float(self.key_eps))
+
+    def for_sublayers(self, sublayers: int) -> AttnResConfig:
+        """This config for a model of `sublayers` sublayers: `num_blocks` is a number unless `block_size` is one.
+
+        Raises:
+            ValueError: `num_blocks` or `block_size` is larger than the number of sublayers.
+        """
+        if self.num_blocks is None and self.block_size is None:
+            return dataclasses.replace(self, num_blocks=min(DEFAULT_NUM_BLOCKS, sublayers))
+        field, value = ("block_size", self.block_size) if self.block_size else ("num_blocks", self.num_blocks)
+        assert value is not None
+        if value > sublayers:
+            raise ValueError(
+                f"{field} must be between 1 and {sublayers} for this model ({sublayers} sublayers), got {value}"
+            )
+        return self
 
     def sublayers_per_block(self, sublayers: int) -> int:
         """Block size S for a model of `sublayers` sublayers.
@@ -108,13 +116,11 @@ class AttnResConfig:
         Raises:
             ValueError: `num_blocks` or `block_size` is larger than the number of sublayers.
         """
-        field, value = ("block_size", self.block_size) if self.block_size else ("num_blocks", self.num_blocks)
-        assert value is not None
-        if value > sublayers:
-            raise ValueError(
-                f"{field} must be between 1 and {sublayers} for this model ({sublayers} sublayers), got {value}"
-            )
-        return value if field == "block_size" else math.ceil(sublayers / value)
+        config = self.for_sublayers(sublayers)
+        if config.block_size is not None:
+            return config.block_size
+        assert config.num_blocks is not None
+        return math.ceil(sublayers / config.num_blocks)
 
     def to_dict(self) -> dict[str, Any]:
         """The config as JSON values; `from_dict` gives an equal config back."""
@@ -135,10 +141,6 @@ class AttnResConfig:
                 near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.4)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise ValueError(f"unknown AttnResConfig field {key!r}{hint} (valid: {', '.join(names)})")
-        fields = dict(fields)
-        if fields.get("mode") == "full" or fields.get("block_size") is not None:
-            # `null` written out by to_dict is not a user's number
-            fields = {key: value for key, value in fields.items() if key != "num_blocks" or value is not None}
         return cls(**fields)
 
     @classmethod

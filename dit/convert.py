@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from diffusers import ModelMixin
 
-from attnres_vision.attach.attach import attach
+from attnres_vision.attach import attach
 from attnres_vision.config import AttnResConfig
 
 

@@ -14,19 +14,17 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+from accelerate.utils import offload_state_dict
 from diffusers.configuration_utils import FrozenDict, register_to_config
 from torch import nn
 
-from attnres_vision.attach import families
-from attnres_vision.attach.attach import attach
+from attnres_vision.attach import attach, families
 from attnres_vision.attach.begin import begin_streams
 from attnres_vision.attach.host import AttnResHost, stock_class
 from attnres_vision.config import AttnResConfig
 from attnres_vision.stream.reader import DepthAttention
+from dit.caches import check_cache, let_blocks_be_skipped
 from dit.parallel import split_blocks, split_embeddings, without_blocks
-
-# These subtract the residual streams before and behind blocks; the others keep outputs of attention modules.
-RESIDUAL_CACHES = ("FirstBlockCacheConfig", "MagCacheConfig", "SeaCacheConfig")
 
 
 class DiffusersHost(AttnResHost):
@@ -103,9 +101,13 @@ class DiffusersHost(AttnResHost):
         model, still_missing, *rest = super()._load_pretrained_model(  # type: ignore[misc]
             model, state_dict, files, name, loaded_keys, **kwargs
         )
-        materialise_depth(
-            model, missing, kwargs.get("device_map"), kwargs.get("dtype"), kwargs.get("keep_in_fp32_modules") or ()
-        )
+        device_map = kwargs.get("device_map")
+        materialise_depth(model, missing, device_map, kwargs.get("dtype"), kwargs.get("keep_in_fp32_modules") or ())
+        offloaded = [name for name in missing if _place(name, device_map) == "disk"]
+        if offloaded:  # accelerate looks them up in the folder to which diffusers has written the checkpoint's own
+            offload_state_dict(
+                kwargs["offload_folder"], {name: model.get_parameter(name).detach() for name in offloaded}
+            )
         return model, [key for key in still_missing if key not in missing], *rest
 
     @classmethod
@@ -132,14 +134,10 @@ class CachingHost(DiffusersHost):
         Raises:
             ValueError: a cache that does arithmetic on the residual streams.
         """
-        if any(cls.__name__ in RESIDUAL_CACHES for cls in type(config).__mro__):
-            raise ValueError(
-                f"{type(config).__name__} cannot be used with {type(self).__name__}: a residual cache reuses the "
-                "difference of the residual streams before and behind the blocks, and in an AttnRes model the stream "
-                "is a list of sources that the last norm attends over. Use a cache of attention outputs: "
-                "PyramidAttentionBroadcastConfig, FasterCacheConfig or TaylorSeerCacheConfig"
-            )
+        check_cache(cast(nn.Module, self), config)
         super().enable_cache(config)  # type: ignore[misc]
+        if type(config).__name__ == "TaylorSeerCacheConfig":
+            let_blocks_be_skipped(cast(nn.Module, self))
 
 
 class CheckpointAfterBegin:
@@ -216,9 +214,14 @@ def materialise_depth(model: nn.Module, names: list[str], device_map: Any, dtype
 
 
 def _device(name: str, device_map: Any) -> Any:
-    """The device of a parameter in a device map; "cpu" for those that are offloaded."""
+    """The device on which a parameter of a device map is made: "cpu" for those that are offloaded."""
+    place = _place(name, device_map)
+    return "cpu" if place == "disk" else place
+
+
+def _place(name: str, device_map: Any) -> Any:
+    """Where a device map has a parameter: a device or "disk"."""
     if not isinstance(device_map, dict):
         return device_map if device_map not in (None, "auto") else "cpu"
     prefixes = [key for key in device_map if not key or name == key or name.startswith(f"{key}.")]
-    device = device_map[max(prefixes, key=len)] if prefixes else "cpu"
-    return "cpu" if device == "disk" else device
+    return device_map[max(prefixes, key=len)] if prefixes else "cpu"

@@ -7,10 +7,11 @@ like the others, so that a table shows how many settings each kind was given.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from attnres_vision import AttnResConfig
+from attnres_vision.config import DEFAULT_NUM_BLOCKS, AttnResConfig
 from training.config_io import flatten, to_fields
 from training.summary import PLACE, Result, paired, spread
 
@@ -118,7 +119,10 @@ def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
     flat = flatten(config)
     given = (config.get("model") or {}).get("attnres")
     if (config.get("model") or {}).get("residual") == "attnres" and isinstance(given, Mapping):
-        filled = to_fields(AttnResConfig.from_dict(dict(given)))
+        chosen = AttnResConfig.from_dict(dict(given))
+        if chosen.num_blocks is None and chosen.block_size is None:  # a smaller model has fewer, in all of these runs
+            chosen = dataclasses.replace(chosen, num_blocks=DEFAULT_NUM_BLOCKS)
+        filled = to_fields(chosen)
         flat.update({f"model.attnres.{name}": value for name, value in filled.items()})
     return flat
 

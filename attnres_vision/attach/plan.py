@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from torch import nn
 
 from attnres_vision.attach import families
 from attnres_vision.attach.families import JOINT, ConditionSource, Family
 from attnres_vision.attach.host import AttnResHost
-from attnres_vision.config import AttnResConfig
+from attnres_vision.config import AttnResConfig, Condition
 from attnres_vision.stream.reader import DepthAttention
 
 
@@ -90,9 +90,11 @@ def make_plan(model: nn.Module, config: AttnResConfig) -> Plan:
     family = families.family_of(model)
     host = model.get_submodule(family.inner)
     places = reader_places(host)
+    if not places:
+        raise ValueError(f"model must have at least one block, got a {type(host).__name__} with none")
     # Blocks are counted in the first stream; the others have as many sublayers, or one less.
-    block_size = config.sublayers_per_block(1 + max(place.index for place in places))
-    config = _checked(host, family, config)
+    sublayers = 1 + max(place.index for place in places)
+    config = _checked(host, family, config.for_sublayers(sublayers))
     exits = families.exit_modules(host, family.exits) or families.exit_modules(host, family.pruned_exits)
     if not exits:
         raise ValueError(f"{type(host).__name__} has none of the modules that read the final stream: {family.exits}")
@@ -102,7 +104,7 @@ def make_plan(model: nn.Module, config: AttnResConfig) -> Plan:
         if hasattr(host.get_submodule(path), "depth"):
             raise ValueError(f"module {path!r} has an attribute 'depth' already, where its reader would go")
     prefix = f"{family.inner}." if family.inner else ""
-    return Plan(host, prefix, family, config, block_size, places, list(exits))
+    return Plan(host, prefix, family, config, config.sublayers_per_block(sublayers), places, list(exits))
 
 
 def reader_places(host: nn.Module) -> list[ReaderPlace]:
@@ -164,23 +166,26 @@ def _checked(host: nn.Module, family: Family, config: AttnResConfig) -> AttnResC
             raise ValueError(f"rank must be between 1 and the width {dim} of {which}, got {config.rank}")
     if config.query != "condition":
         return config
-    if family.condition is None:
+    named = isinstance(family.condition, Mapping)
+    has = [*cast(Mapping[str, ConditionSource], family.condition)] if named else []
+    has += ["other_stream"] if named and len(family.streams) > 1 else []
+    if family.condition is None or (named and not has):
         raise ValueError(
             f"query must be 'static', 'token' or 'block' for {type(host).__name__}, got 'condition': the model has no "
-            f"condition, {family.why_no_condition}"
+            "condition" + (f", {family.why_no_condition}" if family.why_no_condition else "")
         )
-    if not isinstance(family.condition, Mapping):
+    if not named:
         if config.condition is not None:
             raise ValueError(
                 f"condition must be None for {type(host).__name__}, whose condition is the {family.condition} of its "
                 f"embedding, got {config.condition!r}"
             )
         return config
-    has = [*family.condition, *(["other_stream"] if len(family.streams) > 1 else [])]
     for name in config.condition or ():
         if name not in has:
             raise ValueError(
                 f"condition must hold one or more of {', '.join(map(repr, has))} for {type(host).__name__}, "
                 f"got {config.condition!r}"
             )
-    return config if config.condition else dataclasses.replace(config, condition=("timestep",))
+    default = next(name for name in get_args(Condition) if name in has)
+    return config if config.condition else dataclasses.replace(config, condition=(default,))

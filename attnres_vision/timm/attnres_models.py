@@ -17,7 +17,7 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, model_entry
 from timm.models import get_arch_pretrained_cfgs as _pretrained_cfgs_of
 from torch import Tensor, nn
 
-from attnres_vision.attach.attach import attach, attnres_state_dict
+from attnres_vision.attach import attach, attnres_state_dict, hosts
 from attnres_vision.config import AttnResConfig
 
 PREFIX = "attnres_"
@@ -70,7 +70,8 @@ def create(base: str, pretrained: bool, attnres: Mapping[str, Any] | None, **kwa
     ) -> nn.Module:
         def model_with_attnres(*args: Any, **kwargs: Any) -> nn.Module:
             model = attach(model_cls(*args, **kwargs), config)
-            model._model_args = {"attnres": config.to_dict()}  # type: ignore[assignment]
+            used = next(host for _, host in hosts(model)).attnres_config
+            model._model_args = {"attnres": used.to_dict()}  # type: ignore[assignment]
             return model
 
         # Some entrypoints look the base model's config up themselves; saved, it would name the base model.

@@ -18,6 +18,16 @@ from attnres_vision.stream import DepthAttention, DepthStream
 class TimmHost(AttnResHost):
     """The mixin for timm's models."""
 
+    @property
+    def _model_args(self) -> dict[str, Any]:
+        # What timm saves of a registered model: its create_model puts the user's mapping there, without the defaults
+        args = self.__dict__.get("_model_args", {})
+        return {**args, "attnres": self.attnres_config.to_dict()} if "attnres" in args else args
+
+    @_model_args.setter
+    def _model_args(self, args: dict[str, Any]) -> None:
+        self.__dict__["_model_args"] = args
+
     def forward_intermediates(self, x: Any, indices: Any = None, *args: Any, **kwargs: Any) -> Any:
         """timm's `forward_intermediates`. With `norm=False` an intermediate is what the next reader reads.
 

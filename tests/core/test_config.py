@@ -20,7 +20,6 @@ INVALID = {
     "num_blocks-zero": ({"num_blocks": 0}, "num_blocks must be an integer of at least 1, or None, got 0"),
     "num_blocks-float": ({"num_blocks": 4.0}, "num_blocks must be an integer of at least 1, or None, got 4.0"),
     "num_blocks-bool": ({"num_blocks": True}, "num_blocks must be an integer of at least 1, or None, got True"),
-    "num_blocks-none": ({"num_blocks": None}, "num_blocks must be an integer when block_size is None, got None"),
     "block_size-negative": ({"block_size": -1}, "block_size must be an integer of at least 1, or None, got -1"),
     "block_size-string": ({"block_size": "2"}, "block_size must be an integer of at least 1, or None, got '2'"),
     "both": ({"num_blocks": 4, "block_size": 2}, "num_blocks must be None when block_size is given, got 4"),
@@ -121,6 +120,10 @@ def test_full_is_block_size_one() -> None:
     ("fields", "sublayers", "size"),
     [
         ({}, 24, 3),
+        ({}, 8, 1),
+        ({}, 7, 1),  # unset is 8 or, in a smaller model, one block for each sublayer
+        ({}, 1, 1),
+        ({"num_blocks": None}, 2, 1),
         ({"num_blocks": 8}, 16, 2),
         ({"num_blocks": 5}, 24, 5),  # 5, 5, 5, 5 and a short last block of 4
         ({"num_blocks": 1}, 24, 24),
@@ -136,3 +139,12 @@ def test_sublayers_per_block(fields: dict, sublayers: int, size: int) -> None:
 def test_more_than_the_models_sublayers_is_an_error(field: str) -> None:
     with pytest.raises(ValueError, match=f"{field} must be between 1 and 24 for this model .24 sublayers., got 25"):
         AttnResConfig(**{field: 25}).sublayers_per_block(24)
+
+
+@pytest.mark.parametrize(("sublayers", "num_blocks"), [(1, 1), (7, 7), (8, 8), (9, 8), (24, 8)])
+def test_an_unset_num_blocks_is_settled_by_the_model_and_a_given_one_stays(sublayers: int, num_blocks: int) -> None:
+    assert AttnResConfig().for_sublayers(sublayers) == AttnResConfig(num_blocks=num_blocks)
+    for given in (AttnResConfig(num_blocks=1), AttnResConfig(block_size=1), AttnResConfig(mode="full")):
+        assert given.for_sublayers(sublayers) == given
+    with pytest.raises(ValueError, match="num_blocks must be between 1 and 7"):
+        AttnResConfig(num_blocks=8).for_sublayers(7)

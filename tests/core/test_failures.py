@@ -262,6 +262,11 @@ def test_a_stock_model_has_no_readers_and_no_depth_parameters() -> None:
     assert attnres_vision.attnres_state_dict(stock_model("prenorm")) == {}
 
 
+def test_a_model_without_blocks_says_so() -> None:
+    with pytest.raises(ValueError, match="model must have at least one block, got a VisionTransformer with none"):
+        attnres_vision.attach(timm.create_model("vit_tiny_patch16_224", img_size=32, depth=0))
+
+
 # Through timm --------------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 import json
 import pickle
@@ -17,6 +18,8 @@ from torch import nn
 import attnres_vision
 import dit
 from attnres_vision import AttnResConfig
+from attnres_vision.attach.families import MODELS as LINES
+from attnres_vision.attach.plan import _checked
 from tests.dit.tiny import MODELS, inputs_for, randomise_queries, relative_error, stock_model
 
 CONDITION = {"block_size": 2, "query": "condition", "rank": 2}
@@ -277,6 +280,27 @@ def test_configs_that_do_not_fit(name: str, fields: dict[str, Any], message: str
     assert type(stock).__name__ == MODELS[name][0] and not attnres_vision.readers(stock)
     with pytest.raises(ValueError, match=message):
         attnres_class(name)(**MODELS[name][1], attnres=fields)
+
+
+def test_the_default_condition_is_one_that_the_model_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line of the reader table need not name a timestep."""
+    path = "diffusers.models.transformers.transformer_sd3.SD3Transformer2DModel"
+    line = LINES[path]
+    assert isinstance(line.condition, dict)
+    pooled = {"pooled_text": line.condition["pooled_text"]}
+    for condition, expected in ((line.condition, "timestep"), (pooled, "pooled_text"), ({}, "other_stream")):
+        monkeypatch.setitem(LINES, path, dataclasses.replace(line, condition=condition))
+        model = dit.convert(stock_model("sd3"), query="condition")
+        assert model.attnres_config.condition == (expected,)
+        assert model.config["attnres"] == model.attnres_config.to_dict()
+        with torch.no_grad():
+            wanted = stock_model("sd3")(**inputs_for("sd3"))[0]
+            assert relative_error(model(**inputs_for("sd3"))[0], wanted) < 1e-12
+            randomise_queries(model)
+            assert relative_error(model(**inputs_for("sd3"))[0], wanted) > 1e-3
+    monkeypatch.setitem(LINES, path, dataclasses.replace(line, condition={}, streams=line.streams[:1]))
+    with pytest.raises(ValueError, match="got 'condition': the model has no condition"):
+        _checked(stock_model("sd3"), LINES[path], AttnResConfig(query="condition"))
 
 
 def test_other_errors() -> None:

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from attnres_vision.lazy import LazyRead
 from torch import Tensor, nn
 
 from attnres_vision.ops import Norm, backend, depth_attention, dispatch, reference, two_phase
+from attnres_vision.stream.lazy_read import LazyRead
 
 FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 SHAPE, WIDTH = (2, 3, 16), 16

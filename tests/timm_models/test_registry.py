@@ -25,6 +25,8 @@ from timm.models import (
 from torch import Tensor, nn
 
 import attnres_vision
+from attnres_vision.attach import hosts
+from attnres_vision.attach.plan import reader_places
 from attnres_vision.timm.attnres_models import MODULES, base_names
 from tests.timm_models.tiny import MODELS, images, randomise, randomise_depth, stock_model
 
@@ -63,7 +65,7 @@ def test_every_listed_model_builds_and_has_its_readers() -> None:
         found = attnres_vision.readers(model)
         queries = [reader for reader in found.values() if reader.query is not None]
         assert len(queries) >= 2, name
-        assert config_of(model) == attnres_vision.AttnResConfig(), name
+        assert config_of(model) == attnres_vision.AttnResConfig(num_blocks=8), name
         assert model.pretrained_cfg["architecture"] == name
         for family in (VisionTransformer, Eva, NaFlexVit):
             classes[family.__name__] += isinstance(model, family)
@@ -343,12 +345,39 @@ def test_a_saved_model_comes_back_from_its_directory(case: str, safe: bool, tmp_
     save_for_hf(model, tmp_path, safe_serialization=safe)
     loaded = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
     assert type(loaded) is type(model)
-    assert config_of(loaded) == config_of(model) == attnres_vision.AttnResConfig(**attnres)
+    sublayers = 1 + max(place.index for _, host in hosts(model) for place in reader_places(host))
+    assert config_of(loaded) == config_of(model) == attnres_vision.AttnResConfig(**attnres).for_sublayers(sublayers)
     x = images(key)
     assert torch.equal(loaded(x), model(x))
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["architecture"] == PREFIX + MODELS[key].name
-    assert attnres_vision.AttnResConfig.from_dict(config["model_args"]["attnres"]) == config_of(model)
+    written = attnres_vision.AttnResConfig.from_dict(config["model_args"]["attnres"])
+    # A classifier around its encoder is a class of timm's, which writes the arguments as they were given
+    assert (written if model is hosts(model)[0][1] else written.for_sublayers(sublayers)) == config_of(model)
+
+
+@pytest.mark.parametrize(
+    "name", ["vit_tiny_patch16_224", "eva02_tiny_patch14_224", "naflexvit_base_patch16_gap", "cait_xxs24_224"]
+)
+def test_a_model_with_fewer_sublayers_than_eight_needs_no_arguments(name: str, tmp_path: Path) -> None:
+    """And the config that is saved says what was used."""
+    small = {"num_classes": 3, "embed_dim": 24, "depth": 1, "num_heads": 2}
+    model = randomise_depth(timm.create_model(PREFIX + name, **small).eval())
+    assert config_of(model) == model.attnres_config == attnres_vision.AttnResConfig(num_blocks=2)
+    save_for_hf(model, tmp_path, model_args=small)
+    assert json.loads((tmp_path / "config.json").read_text())["model_args"]["attnres"]["num_blocks"] == 2
+    assert type(attnres_vision.attach(timm.create_model(name, **small))) is type(model)
+
+
+def test_a_saved_default_is_an_explicit_number_when_it_is_loaded_with_fewer_layers(tmp_path: Path) -> None:
+    """The saved model had those blocks; the way out is to choose again, as `attnres={}` does."""
+    model = timm.create_model("attnres_deit3_small_patch16_224", **TINY_DEIT)
+    save_for_hf(model, tmp_path, model_args=TINY_DEIT)
+    config = json.loads((tmp_path / "config.json").read_text())["model_args"]["attnres"]
+    assert config["num_blocks"] == 8
+    with pytest.raises(ValueError, match=r"num_blocks must be between 1 and 2 for this model \(2 sublayers\), got 8"):
+        timm.create_model(f"local-dir:{tmp_path}", depth=1)
+    assert timm.create_model(f"local-dir:{tmp_path}", depth=1, attnres={}).attnres_config.num_blocks == 2
 
 
 def test_a_saved_model_is_fine_tuned_with_another_head(tmp_path: Path) -> None:
