@@ -9,9 +9,10 @@ from torch import Tensor
 
 from attnres_vision import ops
 from attnres_vision.config import AttnResConfig
+from attnres_vision.stream import two_phase
 from attnres_vision.stream.lazy_read import LazyRead
 from attnres_vision.stream.query import DepthQuery
-from attnres_vision.stream.stream import PLAIN, DepthStream, two_phase
+from attnres_vision.stream.stream import PLAIN, DepthStream
 
 
 class DepthAttention(DepthQuery):
