@@ -410,7 +410,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = list(quick_reads() if options.quick else make(options.sources, options.widths))
     results = []
     print(HEADER, flush=True)
-    for result in inspect_all([(read, target, options.kernels) for read in chosen for target in options.targets], options.jobs):
+    for result in inspect_all(
+        [(read, target, options.kernels) for read in chosen for target in options.targets], options.jobs
+    ):
         results.append(result)
         print(line(result), flush=True)
     failed = sum(not result.passes for result in results)

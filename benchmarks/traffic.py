@@ -74,7 +74,11 @@ def count(run: Callable[[int, Recorder], None]) -> Traffic:
     """Traffic per token of `run(tokens, recorder)`."""
     one, two = _record(run, 1), _record(run, 2)
     kernels = collections.Counter(entry.kernel for entry in one.launches)
-    result = Traffic(kernels=kernels, launches=len(one.launches), atomics=sum(entry.atomics for entry in (*one.launches, *two.launches)))
+    result = Traffic(
+        kernels=kernels,
+        launches=len(one.launches),
+        atomics=sum(entry.atomics for entry in (*one.launches, *two.launches)),
+    )
     if [entry.kernel for entry in one.launches] != [entry.kernel for entry in two.launches]:
         raise RuntimeError("one and two tokens launch different kernels: their difference is not the traffic of one")
     for before, after in zip(one.launches, two.launches, strict=True):
@@ -288,7 +292,15 @@ def print_steps(name: str, width: int, depth: int, tokens: int, affine: bool) ->
     unit = f"S = {source * tokens / 1e6:.0f} MB"
     print(f"\nTraining step of {name}: D={width}, {depth} layers, {tokens} tokens, {DTYPE}, {unit}.")
     print("The whole residual stream with its norms, forward and backward; the layers themselves not.")
-    columns = ("kernels fwd", "kernels bwd", "torch ops", "requested", "all", "all, GB", f"ms at {BANDWIDTH / 1e12:g} TB/s")
+    columns = (
+        "kernels fwd",
+        "kernels bwd",
+        "torch ops",
+        "requested",
+        "all",
+        "all, GB",
+        f"ms at {BANDWIDTH / 1e12:g} TB/s",
+    )
     print(f"{'in S':58}" + "".join(f"{column:>{max(13, len(column) + 2)}}" for column in columns))
     rows: list[dict[str, Any]] = []
 

@@ -1,8 +1,8 @@
 """Sources that share memory, a node of the graph or a gradient's place: values and gradients are the reference's.
 
 A read must not care whether two of its sources are one tensor, nor what else a source is used for. Every case runs with
-sources as they are and collected (collect.py), in eager mode and in Triton's interpreter, as single reads and as a group
-of readers in two phases.
+sources as they are and collected (collect.py), in eager mode and in Triton's interpreter, as single reads and as a
+group of readers in two phases.
 """
 
 from __future__ import annotations
@@ -98,7 +98,10 @@ def no_gradient_in_a_table(a: Tensor, b: Tensor, q: Tensor, given: Collect) -> R
 def readers_with_different_queries(a: Tensor, b: Tensor, q: Tensor, given: Collect) -> Reads:
     """One query for all samples, one for each, one per token, two heads: the terms of a source are of all kinds."""
     c, d = given(a), given(b)
-    samples, tokens = torch.stack([q, q.sin()]), torch.stack([q * (i - 2) for i in range(SHAPE[0] * SHAPE[1])]).view(SHAPE)
+    samples, tokens = (
+        torch.stack([q, q.sin()]),
+        torch.stack([q * (i - 2) for i in range(SHAPE[0] * SHAPE[1])]).view(SHAPE),
+    )
     return [([c, d], q, {}), ([c, d], samples, {}), ([d, c], tokens, {}), ([c, d], q, {"heads": 3}),
             ([c, d], samples, {"heads": 2})]  # fmt: skip
 
