@@ -138,7 +138,8 @@ def compare(num_sources: int, batch: int, tokens: int, width: int, rounds: int) 
     return [
         {
             "implementation": name,
-            "n": num_sources,
+            "n": len(sources),
+            "dtype": str(sources[0].dtype).removeprefix("torch."),
             "forward_ms": statistics.median(forward for forward, _ in times[name]),
             "once_ms": statistics.median(once),
             "reads": statistics.median(forward / least for (forward, _), least in zip(times[name], once, strict=True)),
@@ -167,8 +168,10 @@ def main() -> None:
     torch._inductor.config.compile_threads = 1  # its worker processes would start up beside the first measurements
     if args.smoke:
         args.sources, args.batch, args.tokens, args.width, args.rounds = [2, 3], 2, 8, 32, 1
+    dtype = str(torch.get_default_dtype()).removeprefix("torch.")  # which `compare` draws its sources in
     shape = (
-        f"{args.batch} x {args.tokens} tokens, D={args.width}, fp32, {args.threads} threads, torch {torch.__version__}"
+        f"{args.batch} x {args.tokens} tokens, D={args.width}, {dtype}, {args.threads} threads, torch "
+        f"{torch.__version__}"
     )
     print(shape)
     print(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -22,18 +23,19 @@ from typing import Any
 
 import diffusers
 import torch
+import variants
 from peak_memory import peak_bytes
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import dit
 
-VARIANTS: dict[str, dict[str, Any] | None] = {
-    "stock": None,
-    "block N=8 static": {"num_blocks": 8},
-    "block N=8 condition": {"num_blocks": 8, "query": "condition"},
-    "block N=8 token rank 32": {"num_blocks": 8, "query": "token", "rank": 32},
-}
+VARIANTS = variants.named(
+    None,
+    {"num_blocks": 8},
+    {"num_blocks": 8, "query": "condition"},
+    {"num_blocks": 8, "query": "token", "rank": 32},
+)
 
 
 def sd3(width: int, layers: int, side: int, text_tokens: int = 77) -> tuple[nn.Module, dict[str, Any]]:
@@ -82,10 +84,22 @@ class Trainer:
         self.model, self.inputs = make()
         if attnres is not None:
             dit.convert(self.model, attnres)
+        variants.check(self.model, attnres)
         for name, parameter in self.model.named_parameters():
             if ".depth." in name:  # a trained model's queries are not zero
                 nn.init.normal_(parameter, std=0.05)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+
+    def describe(self) -> str:
+        """Width, depth, tokens of both streams and dtype, of the model and inputs that there are."""
+        blocks = [module for name in ("transformer_blocks", "single_transformer_blocks")
+                  for module in getattr(self.model, name, [])]  # fmt: skip
+        config, latents = self.model.config, self.inputs["hidden_states"]
+        sizes = [config.patch_size] * 2 if latents.dim() == 4 else [config.patch_size_t, *[config.patch_size] * 2]
+        tokens = math.prod(length // size for length, size in zip(latents.shape[2:], sizes, strict=True))
+        width = config.num_attention_heads * config.attention_head_dim
+        text, dtype = self.inputs["encoder_hidden_states"].shape[1], variants.dtype_of(self.model)
+        return f"width {width}, {len(blocks)} layers, {tokens} + {text} tokens, {dtype}"
 
     def step(self) -> None:
         self.model(**self.inputs, return_dict=False)[0].pow(2).mean().backward()
@@ -131,36 +145,35 @@ def main() -> None:
 
 def measure(model: str, args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Time all variants of a model, print their table and return it."""
-    variants = {
+    trainers = {
         name: Trainer(lambda: MODELS[model](args.width, args.layers, args.side), attnres)
         for name, attnres in VARIANTS.items()
     }
-    seconds: dict[str, dict[str, list[float]]] = {name: {"step": [], "forward": []} for name in variants}
+    seconds: dict[str, dict[str, list[float]]] = {name: {"step": [], "forward": []} for name in trainers}
     for round_ in range(-2, args.rounds):  # two rounds of warm-up
-        for name, trainer in variants.items():
+        for name, trainer in trainers.items():
             times = {"step": clock(trainer.step), "forward": clock(trainer.forward)}
             if round_ >= 0:
                 for kind, value in times.items():
                     seconds[name][kind].append(value)
 
     def ratio(name: str, kind: str) -> float:
-        pairs = zip(seconds[name][kind], seconds["stock"][kind], strict=True)
+        pairs = zip(seconds[name][kind], seconds[variants.STOCK][kind], strict=True)
         return statistics.median(ours / stock for ours, stock in pairs)
 
-    peaks = {name: peak_bytes(trainer.model, trainer.optimizer, trainer.step) for name, trainer in variants.items()}
+    peaks = {name: peak_bytes(trainer.model, trainer.optimizer, trainer.step) for name, trainer in trainers.items()}
     rows = {
         name: {
             "step_seconds": statistics.median(seconds[name]["step"]),
             "step_ratio": ratio(name, "step"),
             "forward_ratio": ratio(name, "forward"),
             "peak_mb": peaks[name] / 1e6,
-            "peak_ratio": peaks[name] / peaks["stock"],
+            "peak_ratio": peaks[name] / peaks[variants.STOCK],
             "cat": float(trainer.cats()),
         }
-        for name, trainer in variants.items()
+        for name, trainer in trainers.items()
     }
-    tokens = args.side**2
-    print(f"{model}, width {args.width}, {args.layers} layers, {tokens} + 77 tokens, fp32, {args.threads} threads")
+    print(f"{model}, {trainers[variants.STOCK].describe()}, {args.threads} threads")
     print(f"{'variant':26} {'step ms':>8} {'step x':>7} {'forward x':>9} {'peak MB':>8} {'peak x':>7} {'cat':>4}")
     for name, row in rows.items():
         print(

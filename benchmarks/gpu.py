@@ -40,6 +40,7 @@ from attnres_vision.ops.collect import collect
 FORWARD_LIMIT, BACKWARD_LIMIT = 0.90, 0.80
 # Of a result or gradient, relative to its largest number: a few roundings of the dtype
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+DTYPE = torch.bfloat16  # of what is timed
 PARTS = ("check", "reads", "groups", "steps")
 READERS = 6  # of a block of ViT-L or of a 24-layer MMDiT with N=8
 
@@ -63,7 +64,7 @@ def check(device: torch.device, width: int, tokens: int, numbers: Sequence[int])
 
 
 def check_groups(device: torch.device, widths: Sequence[int], numbers: Sequence[int]) -> list[dict[str, Any]]:
-    """The same for groups of readers that share a pass, with gradients of the blocks added in place."""
+    """The same for two groups of readers that share a pass each, with gradients of the blocks added in place."""
     rows: list[dict[str, Any]] = []
     for width in widths:
         for n in numbers:
@@ -79,16 +80,19 @@ def _group_error(device: torch.device, n: int, shape: tuple[int, ...], dtype: to
     width = shape[-1]
     given = [torch.randn(shape, device=device).to(dtype) for _ in range(n - 1 + READERS)]
     given += [width**-0.5 * torch.randn(width, device=device) for _ in range(READERS)]
-    upstream = [torch.randn(shape, device=device).to(dtype) for _ in range(READERS)]
+    upstream = [torch.randn(shape, device=device).to(dtype) for _ in range(2 * READERS)]
     results = []
     for is_ours in (True, False):
         cast = [(value if is_ours else value.double()).detach().requires_grad_() for value in given]
         blocks, partials, queries = cast[: n - 1], cast[n - 1 : -READERS], cast[-READERS:]
         if is_ours:
-            outs = read_group([collect(block) for block in blocks], partials, queries)
+            shared = [collect(block) for block in blocks]
+            # The second group's backward comes first: it writes what the first one's adds to
+            outs = read_group(shared, partials, queries) + read_group(shared, partials, queries[::-1])
         else:
-            sources = [blocks, *([*blocks, partial] for partial in partials[1:])]
-            outs = [reference.depth_attention(s, q, form="mean") for s, q in zip(sources, queries, strict=True)]
+            sources = [blocks, *([*blocks, partial] for partial in partials[1:])] * 2
+            pairs = zip(sources, queries + queries[::-1], strict=True)
+            outs = [reference.depth_attention(s, q, form="mean") for s, q in pairs]
         inputs = [*blocks, *partials[1:], *queries]  # the first reader finds no partial sum
         grads = torch.autograd.grad(outs, inputs, [u.to(outs[0].dtype) for u in upstream])
         results.append([*outs, *grads])
@@ -151,8 +155,8 @@ def compare_reads(
 ) -> list[dict[str, Any]]:
     """One row per implementation: times, shares of the bandwidth, what autograd keeps; or why it cannot run."""
     torch.manual_seed(0)
-    sources = [torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(n)]
-    query = (0.05 * torch.randn(shape[-1], device=device, dtype=torch.bfloat16)).requires_grad_()
+    sources = [torch.randn(shape, device=device, dtype=DTYPE, requires_grad=True) for _ in range(n)]
+    query = (0.05 * torch.randn(shape[-1], device=device, dtype=DTYPE)).requires_grad_()
     few = [source.detach()[:1, :16] for source in sources]  # a token does not depend on others
     expected = reference.depth_attention([source.double() for source in few], query.detach().double(), form="mean")
     reads: dict[str, Read] = {"ours": ours, "stack - rms_norm - einsum": torch_eager, **PEERS}
@@ -199,10 +203,10 @@ def compare_groups(device: torch.device, shape: tuple[int, int, int], n: int, re
     torch.manual_seed(0)
 
     def rows_of(count: int) -> list[Tensor]:
-        return [torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(count)]
+        return [torch.randn(shape, device=device, dtype=DTYPE, requires_grad=True) for _ in range(count)]
 
     blocks, partials = rows_of(n - 1), rows_of(READERS)
-    queries = [torch.randn(shape[-1], device=device, dtype=torch.bfloat16, requires_grad=True) for _ in partials]
+    queries = [torch.randn(shape[-1], device=device, dtype=DTYPE, requires_grad=True) for _ in partials]
 
     def one_phase() -> list[Tensor]:
         reads = zip(partials[1:], queries[1:], strict=True)
@@ -253,7 +257,7 @@ def print_reads(rows: list[dict[str, Any]], title: str) -> list[str]:
             continue
         shares = [f"{row[key]:9.1%}" if key in row else f"{'':9}" for key in ("forward_share", "backward_share")]
         rest = f"{row['saved_mb']:10.1f}{row['error']:9.1e}" if "error" in row else ""
-        rest += " WRONG" if not row.get("error", 0.0) <= TOLERANCES[torch.bfloat16] else ""
+        rest += " WRONG" if not row.get("error", 0.0) <= TOLERANCES[DTYPE] else ""
         ratio = (row["forward_ms"] + row["backward_ms"]) / base
         print(f"{name}{row['forward_ms']:11.3f}{shares[0]}{row['backward_ms']:13.3f}{shares[1]}{ratio:7.2f}x{rest}")
     limits = {"forward_share": FORWARD_LIMIT, "backward_share": BACKWARD_LIMIT}
@@ -305,7 +309,7 @@ def main() -> None:
     for name, shape in shapes.items():
         for n in numbers if "reads" in args.only else ():
             rows = compare_reads(device, shape, n, bandwidth, args.repeats)
-            title = f"{name}: a read of n={n}, {shape[0]}x{shape[1]} tokens, D={shape[2]}, bf16"
+            title = f"{name}: a read of n={n}, {shape[0]}x{shape[1]} tokens, D={shape[2]}, {DTYPE}"
             report["missed"] += print_reads(rows, title)
             report.setdefault("reads", []).extend(rows)
             save()

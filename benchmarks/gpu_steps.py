@@ -1,7 +1,7 @@
 """Whole training steps on a GPU, standard residual against Block and Full, for benchmarks/gpu.py.
 
 The models are those of vit_overhead.py and dit_overhead.py. Variants run one after the other, so that each has the
-whole memory, and the standard one again at the end: `drift` is by how much the machine changed in between.
+whole memory, and the stock one again at the end: its ratio is by how much the machine changed in between.
 """
 
 from __future__ import annotations
@@ -14,18 +14,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import variants
 import vit_overhead
 from peak_memory import peak_bytes
 from torch import nn
 
-VARIANTS: dict[str, dict[str, Any] | None] = {
-    "standard": None,
-    "block N=8": {"num_blocks": 8},
-    "full": {"mode": "full"},
-    "block, one-phase": {"num_blocks": 8, "two_phase": False},  # more traffic: shown, not judged
-    "standard again": None,
-}
-STEP_LIMITS = {"block N=8": 1.05, "full": 1.15}
+BLOCK, FULL = {"num_blocks": 8}, {"mode": "full"}
+ONE_PHASE = BLOCK | {"two_phase": False}  # more traffic: shown, not judged
+AGAIN = f"{variants.STOCK} again"
+VARIANTS: dict[str, dict[str, Any] | None] = {**variants.named(None, BLOCK, FULL, ONE_PHASE), AGAIN: None}
+STEP_LIMITS = {variants.label(BLOCK): 1.05, variants.label(FULL): 1.15}
 MEMORY_LIMIT = 1.05
 
 
@@ -46,7 +44,7 @@ def vit(device: torch.device, name: str, batch: int, dtype: torch.dtype, **optio
         labels = torch.randint(1000, (batch,), device=device)
         return trainer.model, trainer.optimizer, lambda: trainer.step(images, labels)
 
-    return Work(f"{name}, batch {batch}", make)
+    return Work(f"{name}, batch {batch}, {str(dtype).removeprefix('torch.')}", make)
 
 
 def mmdit(device: torch.device, width: int, layers: int, side: int, dtype: torch.dtype, text_tokens: int = 77) -> Work:
@@ -63,7 +61,7 @@ def mmdit(device: torch.device, width: int, layers: int, side: int, dtype: torch
             trainer = dit_overhead.Trainer(build, attnres)
         return trainer.model, trainer.optimizer, trainer.step
 
-    return Work(f"MMDiT (SD3), D={width}, {layers} layers, {side**2} + {text_tokens} tokens", make)
+    return Work(f"MMDiT (SD3), D={width}, {layers} layers, {side**2} + {text_tokens} tokens, {dtype}", make)
 
 
 def measure(work: Work, device: torch.device, rounds: int) -> dict[str, dict[str, float]]:
@@ -79,7 +77,7 @@ def measure(work: Work, device: torch.device, rounds: int) -> dict[str, dict[str
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    base = rows["standard"]
+    base = rows[variants.STOCK]
     for row in rows.values():
         row |= {"step_ratio": row["seconds"] / base["seconds"], "peak_ratio": row["peak_mb"] / base["peak_mb"]}
     return rows
@@ -105,16 +103,16 @@ def _peak(model: nn.Module, optimizer: torch.optim.Optimizer, step: Callable[[],
 def print_table(work: Work, rows: dict[str, dict[str, float]]) -> list[str]:
     """Print the rows; returns the limits that were missed."""
     print(f"\nTraining step of {work.name}")
-    print(f"{'variant':18} {'step ms':>9} {'step x':>8} {'limit':>6} {'peak MB':>9} {'peak x':>8} {'limit':>6}")
+    print(f"{'variant':28} {'step ms':>9} {'step x':>8} {'limit':>6} {'peak MB':>9} {'peak x':>8} {'limit':>6}")
     missed = []
     for name, row in rows.items():
         limit = STEP_LIMITS.get(name)
         print(
-            f"{name:18} {1e3 * row['seconds']:9.2f} {row['step_ratio']:8.3f} {limit or '':>6} {row['peak_mb']:9.0f} "
+            f"{name:28} {1e3 * row['seconds']:9.2f} {row['step_ratio']:8.3f} {limit or '':>6} {row['peak_mb']:9.0f} "
             f"{row['peak_ratio']:8.3f} {MEMORY_LIMIT if limit else '':>6}"
         )
         if limit is not None and row["step_ratio"] > limit:
-            missed.append(f"{work.name}, {name}: step {row['step_ratio']:.3f}x of standard, limit {limit}x")
+            missed.append(f"{work.name}, {name}: step {row['step_ratio']:.3f}x of stock, limit {limit}x")
         if limit is not None and row["peak_ratio"] > MEMORY_LIMIT:
-            missed.append(f"{work.name}, {name}: memory {row['peak_ratio']:.3f}x of standard, limit {MEMORY_LIMIT}x")
+            missed.append(f"{work.name}, {name}: memory {row['peak_ratio']:.3f}x of stock, limit {MEMORY_LIMIT}x")
     return missed

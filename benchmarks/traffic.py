@@ -21,6 +21,7 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"  # before anything imports the kernels
 
 import argparse
+import collections
 import dataclasses
 import functools
 import json
@@ -43,6 +44,7 @@ from attnres_vision.ops.triton import launch
 
 DTYPE = torch.bfloat16
 PARTIAL_SUMS = ("query_grad", "query_grads", "scaled_sums", "plain_sums")
+READERS = 6  # of a group
 FORWARD_KERNELS = ("read_kernel", "attend_blocks_kernel")
 SMS, REGISTERS = 132, 65536  # of an H100, and per SM
 BANDWIDTH = 3.35e12  # bytes per second of an H100's memory, as in its data sheet
@@ -57,6 +59,7 @@ class Traffic:
     backward: Access = dataclasses.field(default_factory=Access)
     torch: Access = dataclasses.field(default_factory=Access)
     arguments: dict[str, Access] = dataclasses.field(default_factory=dict)
+    kernels: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     launches: int = 0
     atomics: int = 0
 
@@ -70,7 +73,12 @@ class Traffic:
 def count(run: Callable[[int, Recorder], None]) -> Traffic:
     """Traffic per token of `run(tokens, recorder)`."""
     one, two = _record(run, 1), _record(run, 2)
-    result = Traffic(launches=len(one.launches), atomics=sum(entry.atomics for entry in (*one.launches, *two.launches)))
+    kernels = collections.Counter(entry.kernel for entry in one.launches)
+    result = Traffic(
+        kernels=kernels,
+        launches=len(one.launches),
+        atomics=sum(entry.atomics for entry in (*one.launches, *two.launches)),
+    )
     if [entry.kernel for entry in one.launches] != [entry.kernel for entry in two.launches]:
         raise RuntimeError("one and two tokens launch different kernels: their difference is not the traffic of one")
     for before, after in zip(one.launches, two.launches, strict=True):
@@ -95,10 +103,20 @@ def count(run: Callable[[int, Recorder], None]) -> Traffic:
 def _record(run: Callable[[int, Recorder], None], tokens: int) -> Recorder:
     torch.manual_seed(0)
     recorder = Recorder()
-    launch.MIN_PROGRAMS = 1  # as where there are many tokens
-    with ops.backend("triton"), recorder.recording():
-        run(tokens, recorder)
+    before, launch.MIN_PROGRAMS = launch.MIN_PROGRAMS, 1  # as where there are many tokens
+    try:
+        with ops.backend("triton"), recorder.recording():
+            run(tokens, recorder)
+    finally:
+        launch.MIN_PROGRAMS = before
     return recorder
+
+
+def require(label: str, **facts: tuple[Any, Any]) -> None:
+    """Raise where what was counted is not what its row names: pairs of what was found and what belongs there."""
+    wrong = [f"{name} is {found}, not {expected}" for name, (found, expected) in facts.items() if found != expected]
+    if wrong:
+        raise RuntimeError(f"{label!r} is not what was counted: {'; '.join(wrong)}")
 
 
 def _add(entry: Access, name: str, value: float) -> None:
@@ -223,8 +241,12 @@ def step(width: int, depth: int, affine: bool, attnres: dict[str, Any] | None) -
 # Tables --------------------------------------------------------------------------------------------------------------
 
 
+def _loads(found: Traffic, argument: str) -> bool:
+    return found.arguments.get(argument, Access()).loaded > 0
+
+
 def print_reads(width: int, numbers: Sequence[int]) -> list[dict[str, Any]]:
-    print(f"\nOne read, D={width}, bf16, in S (loads + stores). fwd: forward, bwd: backward.")
+    print(f"\nOne read, D={width}, {DTYPE}, in S (loads + stores). fwd: forward, bwd: backward.")
     columns = ("fwd first", "requested", "minimum", "bwd first", "requested", "minimum", "waiting MB")
     print(f"{'n':>3} {'':38}" + "".join(f"{column:>11}" for column in columns))
     rows = []
@@ -233,11 +255,18 @@ def print_reads(width: int, numbers: Sequence[int]) -> list[dict[str, Any]]:
             "read": (functools.partial(read, n, width, norm=False), 1),
             "read + LayerNorm": (functools.partial(read, n, width, norm=True), 1),
             "one of 2 reads, fp32 gradients in place": (functools.partial(two_reads, n, width), 2),
-            "two-phase, one of 6 readers": (functools.partial(group, n, 6, width), 6),
+            f"two-phase, one of {READERS} readers": (functools.partial(group, n, READERS, width), READERS),
         }
         for label, (measure, number) in kinds.items():
             found = measure()
-            source = 2 * width * number
+            require(
+                label,
+                reads=(found.kernels["read_kernel"], number - ("two-phase" in label)),
+                passes=(found.kernels["attend_blocks_kernel"], int("two-phase" in label)),
+                norm=("read_kernel.norm_weight" in found.arguments, "LayerNorm" in label),
+                adds_in_place=(_loads(found, "gradient_kernel.block_grads"), "in place" in label),
+            )
+            source = DTYPE.itemsize * width * number
             values = [
                 (found.forward.first_loaded + found.forward.first_stored) / source,
                 (found.forward.loaded + found.forward.stored) / source,
@@ -257,12 +286,21 @@ def print_reads(width: int, numbers: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def print_steps(name: str, width: int, depth: int, tokens: int, affine: bool) -> list[dict[str, Any]]:
-    source = 2 * width
+    source = DTYPE.itemsize * width
     standard = step(width, depth, affine, None)
+    require("standard residual", kernels=(standard.kernels.total(), 0))
     unit = f"S = {source * tokens / 1e6:.0f} MB"
-    print(f"\nTraining step of {name}: D={width}, {depth} layers, {tokens} tokens, bf16, {unit}.")
+    print(f"\nTraining step of {name}: D={width}, {depth} layers, {tokens} tokens, {DTYPE}, {unit}.")
     print("The whole residual stream with its norms, forward and backward; the layers themselves not.")
-    columns = ("kernels fwd", "kernels bwd", "torch ops", "requested", "all", "all, GB", "ms at 3.35 TB/s")
+    columns = (
+        "kernels fwd",
+        "kernels bwd",
+        "torch ops",
+        "requested",
+        "all",
+        "all, GB",
+        f"ms at {BANDWIDTH / 1e12:g} TB/s",
+    )
     print(f"{'in S':58}" + "".join(f"{column:>{max(13, len(column) + 2)}}" for column in columns))
     rows: list[dict[str, Any]] = []
 
@@ -280,7 +318,13 @@ def print_steps(name: str, width: int, depth: int, tokens: int, affine: bool) ->
     for mode, num_blocks in (("Full", None), ("Block N=8", 8)):
         options: dict[str, Any] = {"mode": "full"} if num_blocks is None else {"num_blocks": num_blocks}
         for phase, is_two_phase in PHASES.items():
-            show(f"{mode}, {phase}", step(width, depth, affine, options | {"two_phase": is_two_phase}))
+            found = step(width, depth, affine, options | {"two_phase": is_two_phase})
+            require(
+                f"{mode}, {phase}",
+                two_phase=(found.kernels["attend_blocks_kernel"] > 0, is_two_phase),
+                reads=(found.kernels["read_kernel"] + found.kernels["attend_blocks_kernel"], 2 * depth),
+            )
+            show(f"{mode}, {phase}", found)
         formulas = {f"{mode}, one-phase, {peer}": one_pass(peer, depth, num_blocks) for peer in ONE_PASS}
         if num_blocks is not None:
             formulas[f"{mode}, two-phase, minimum"] = two_phase_step(depth, num_blocks, minimum=True)

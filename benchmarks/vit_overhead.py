@@ -19,18 +19,19 @@ from typing import Any
 
 import timm
 import torch
+import variants
 from peak_memory import peak_bytes
 from torch import Tensor, nn
 
 import attnres_vision
 
-VARIANTS: dict[str, dict | None] = {
-    "stock": None,
-    "block N=8 static": {"num_blocks": 8},
-    "block N=8 token rank 32": {"num_blocks": 8, "query": "token", "rank": 32},
-    "block N=8 condition rank 32": {"num_blocks": 8, "query": "condition", "rank": 32},
-    "full static": {"mode": "full"},
-}
+VARIANTS = variants.named(
+    None,
+    {"num_blocks": 8},
+    {"num_blocks": 8, "query": "token", "rank": 32},
+    {"num_blocks": 8, "query": "condition", "rank": 32},
+    {"mode": "full"},
+)
 
 
 class Trainer:
@@ -41,6 +42,7 @@ class Trainer:
         self.model: nn.Module = timm.create_model(model_name, num_classes=1000, **model_options)
         if attnres is not None:
             attnres_vision.attach(self.model, attnres)
+        variants.check(self.model, attnres)
         for name, parameter in self.model.named_parameters():
             if ".depth." in name:  # a trained model's queries are not zero
                 nn.init.normal_(parameter, std=0.05)
@@ -77,7 +79,9 @@ def main() -> None:
 
     torch.set_num_threads(args.threads)
     trainers = {name: Trainer(args.model, attnres) for name, attnres in VARIANTS.items()}
-    batch = torch.randn(args.batch_size, 3, 224, 224), torch.randint(1000, (args.batch_size,))
+    stock = trainers[variants.STOCK].model
+    size, dtype = stock.patch_embed.img_size, variants.dtype_of(stock)
+    batch = torch.randn(args.batch_size, 3, *size), torch.randint(1000, (args.batch_size,))
     steps: dict[str, list[float]] = {name: [] for name in trainers}
     forwards: dict[str, list[float]] = {name: [] for name in trainers}
     for round_ in range(-2, args.rounds):  # two rounds of warm-up
@@ -92,7 +96,7 @@ def main() -> None:
     }
 
     def ratio(times: dict[str, list[float]], name: str) -> float:
-        return statistics.median(t / s for t, s in zip(times[name], times["stock"], strict=True))
+        return statistics.median(t / s for t, s in zip(times[name], times[variants.STOCK], strict=True))
 
     rows = {
         name: {
@@ -100,11 +104,11 @@ def main() -> None:
             "step_ratio": ratio(steps, name),
             "forward_ratio": ratio(forwards, name),
             "peak_mb": peaks[name] / 1e6,
-            "peak_ratio": peaks[name] / peaks["stock"],
+            "peak_ratio": peaks[name] / peaks[variants.STOCK],
         }
         for name in trainers
     }
-    print(f"{args.model}, batch {args.batch_size}, fp32, {args.threads} threads, {args.rounds} rounds")
+    print(f"{args.model}, batch {args.batch_size}, {dtype}, {args.threads} threads, {args.rounds} rounds")
     print(f"{'variant':30} {'step ms':>8} {'step x':>7} {'forward x':>9} {'peak MB':>8} {'peak x':>7}")
     for name, row in rows.items():
         print(

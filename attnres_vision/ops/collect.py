@@ -14,6 +14,7 @@ it on the tensor before `collect`. And one graph (`retain_graph=True`) must not 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -42,9 +43,11 @@ class OfPass(Generic[T]):
         if task not in self._states:
             self._states[task] = self._make()
             if task != -1:
-                states = self._states
-                torch.autograd.Variable._execution_engine.queue_callback(lambda: states.pop(task, None))
+                torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._end, task))
         return self._states[task]
+
+    def _end(self, task: int) -> None:
+        self._states.pop(task, None)
 
     def take(self) -> T | None:
         """That of the running pass, and nothing stays; None if no node has made one."""

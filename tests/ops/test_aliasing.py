@@ -1,8 +1,8 @@
 """Sources that share memory, a node of the graph or a gradient's place: values and gradients are the reference's.
 
 A read must not care whether two of its sources are one tensor, nor what else a source is used for. Every case runs with
-sources as they are and collected (collect.py), in eager mode and in Triton's interpreter, as single reads and as a group
-of readers in two phases.
+sources as they are and collected (collect.py), in eager mode and in Triton's interpreter, as single reads and as a
+group of readers in two phases.
 """
 
 from __future__ import annotations
