@@ -134,6 +134,7 @@ class DepthAttention(nn.Module):
     def lazy(self, stream: DepthStream) -> LazyRead | Tensor:
         """The same read, to be computed with the norm that takes it; what is known already is a tensor."""
         assert self.query is not None
+        stream.check()
         options = self._options()
         if two_phase.begins_group(self, stream):
             return two_phase.read_ahead(self, stream)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from attnres_vision import in_place
 from attnres_vision.ops import decomposed, dispatch
 from attnres_vision.ops.collect import collect
 from attnres_vision.ops.reference import promoted
@@ -47,6 +48,8 @@ class DepthStream:
         ahead: for some readers what two_phase.py has read for them of the first sources; others read all themselves.
         found: what a read of this stream found for readers to come, until `write` hands it on as `ahead`: if it stayed,
             the arguments of a checkpoint would be in a cycle with the graph, and the recomputation would find it.
+        versions: those of blocks, partial and pending when the stream got them (in_place.py).
+        superseded: `+=` has made another stream of this one, where a tensor would have been changed.
     """
 
     blocks: tuple[Tensor, ...]
@@ -62,6 +65,21 @@ class DepthStream:
     pending: Tensor | None = None
     ahead: Mapping[object, Earlier] | None = None
     found: Mapping[object, Earlier] | None = None
+    versions: tuple[int, ...] | None = None
+    superseded: bool = False
+
+    def __post_init__(self) -> None:
+        if self.versions is None:
+            self.versions = tuple(in_place.version(tensor) for tensor in self._held())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and copies: what was read ahead is for the readers of this stream's own model."""
+        self.settle()
+        return {**self.__dict__, "ahead": None, "found": None, "versions": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.__post_init__()
 
     # Reading and writing ---------------------------------------------------------------------------------------------
 
@@ -70,13 +88,38 @@ class DepthStream:
         self.settle()
         return self.blocks if self.partial is None else (*self.blocks, self.partial)
 
+    def _held(self) -> list[Tensor]:
+        return [tensor for tensor in (*self.blocks, self.partial, self.pending) if tensor is not None]
+
+    def check(self) -> None:
+        """Raise if the host has changed in place what this stream holds, or goes on with it behind `+=`."""
+        if torch.compiler.is_compiling():
+            return
+        if self.superseded and torch._C._current_graph_task_id() == -1:  # a recomputation begins before the `+=`
+            raise RuntimeError(
+                "the residual stream of an AttnRes model was used after `stream += ...` had made a new one: where a "
+                "tensor would change under all its names, only the name on the left has the new stream. Use that one, "
+                "or write `new = stream + ...`"
+            )
+        assert self.versions is not None
+        for index, (tensor, recorded) in enumerate(zip(self._held(), self.versions, strict=True)):
+            if in_place.is_changed(tensor, recorded):
+                raise RuntimeError(
+                    f"source {index} of the residual stream of an AttnRes model was changed by an in-place operation "
+                    "after it had been added: a stream keeps a layer's output itself, not the sum. Use the operation "
+                    "that makes a new tensor (inplace=False, x * 2 for x.mul_(2)), or add out.clone() to the stream"
+                )
+
     def settle(self, total: Tensor | None = None) -> None:
         """Bring the partial sum up to date; `total` is that sum where a kernel has made it."""
+        self.check()
         if self.pending is not None:
             if total is None and self.hides_gradient(self.pending):
                 with torch.inference_mode(False), torch.enable_grad():
                     total = self._sum(self.pending)
             self.partial, self.pending = self._sum(self.pending) if total is None else total, None
+            assert self.versions is not None
+            self.versions = (*self.versions[:-2], in_place.version(self.partial))
 
     def hides_gradient(self, delta: Tensor | None) -> bool:
         """Whether the sum with `delta` has a gradient that what runs now does not see: a hook, under no_grad."""
@@ -97,15 +140,22 @@ class DepthStream:
         self.settle()
         part = None if self.part is None else self.part.written(self, delta)
         ahead, self.found = self.found or self.ahead, None
-        new = dataclasses.replace(self, ahead=ahead, sealed=False, part=part, uncast=None)
+        new = dataclasses.replace(self, ahead=ahead, sealed=False, part=part, uncast=None, superseded=False)
+        versions = self.versions or ()
+        if self.partial is not None and not self.sealed and not self._may_wait(delta, part):
+            new.partial = self._sum(delta)
+            new.versions = (*versions[:-1], in_place.version(new.partial))
+            return new
+        delta = in_place.held(delta)
         if self.partial is not None and self.sealed:
             new.blocks = (*self.blocks, collect(self.partial))  # from now on many layers read it
         if self.partial is None or self.sealed:
             new.partial = delta
-        elif part is None and self._may_wait(delta):
-            new.pending = delta
         else:
-            new.partial = self._sum(delta)
+            new.pending = delta
+        # a compiler would guard on the numbers
+        unknown = torch.compiler.is_compiling()
+        new.versions = tuple(map(in_place.version, new._held())) if unknown else (*versions, in_place.version(delta))
         return new
 
     def _sum(self, delta: Tensor) -> Tensor:
@@ -117,10 +167,10 @@ class DepthStream:
         assert self.partial is not None
         return promoted([self.partial.dtype, self.dtype, delta.dtype])
 
-    def _may_wait(self, delta: Tensor) -> bool:
+    def _may_wait(self, delta: Tensor, part: StreamPart | None) -> bool:
         """Whether the next reader can make the sum: in a Triton kernel, of plain sources."""
-        plain = self.channel_dim == -1 and self.cast is None and self.bounds is None
-        if not plain or self.partial is None or self.hides_gradient(delta):
+        plain = self.channel_dim == -1 and self.cast is None and self.bounds is None and part is None
+        if not plain or delta.is_inference() or self.partial is None or self.hides_gradient(delta):
             return False
         kernel = dispatch.choose((self.blocks[0], self.partial, delta), 1)
         return kernel == "triton" and not decomposed.is_needed(kernel)
@@ -130,6 +180,11 @@ class DepthStream:
 
     def __radd__(self, delta: Tensor) -> DepthStream:
         return self.write(delta)
+
+    def __iadd__(self, delta: Tensor) -> DepthStream:
+        new = self.write(delta)
+        self.superseded = True
+        return new
 
     def total(self) -> Tensor:
         """The ordinary residual stream, in its own dtype: the sum of all sources."""
@@ -182,7 +237,7 @@ class DepthStream:
 
     def _of_others(self, **changes: Any) -> DepthStream:
         """The stream of other sources: what was read ahead of these is not theirs."""
-        return dataclasses.replace(self, ahead=None, found=None, **changes)
+        return dataclasses.replace(self, ahead=None, found=None, versions=None, **changes)
 
     def __getitem__(self, index: Any) -> DepthStream:
         part = self.map(lambda source: source[index])
@@ -200,6 +255,7 @@ class DepthStream:
             written.settle()
             self.ahead = None
             self.blocks, self.partial, self.sealed, self.part = written.blocks, written.partial, False, written.part
+            self.versions = written.versions
 
     def reshape(self, *shape: Any) -> DepthStream:
         return self.map(lambda source: source.reshape(*shape))

@@ -30,6 +30,9 @@ class SourceGradient:
         self._task = -1
         self._clear()
 
+    def __reduce__(self) -> Any:
+        return _nothing, ()  # a copy of a collected tensor is no identity node: it would never take what is added here
+
     def _clear(self) -> None:
         self._direct: Tensor | None = None
         self._norm: Tensor | None = None
@@ -96,6 +99,10 @@ class SourceGradient:
                 total.baddbmm_(terms, queries)
         self._clear()
         return total.view(source.shape).to(source.dtype)
+
+
+def _nothing() -> None:
+    return None
 
 
 class _Collect(torch.autograd.Function):
