@@ -13,14 +13,19 @@ from torch import Tensor
 UNKNOWN = -1
 
 
+def is_uncounted(tensor: Tensor) -> bool:
+    """Whether PyTorch counts no changes of the tensor, although no compiler has them in its graph."""
+    return not torch.compiler.is_compiling() and tensor.is_inference()
+
+
 def held(tensor: Tensor) -> Tensor:
     """`tensor`, or a copy where nobody counts its changes. (Inductor removes a copy that makes no difference.)"""
-    return tensor.clone() if torch.compiler.is_compiling() or tensor.is_inference() else tensor
+    return tensor.clone() if torch.compiler.is_compiling() or is_uncounted(tensor) else tensor
 
 
 def version(tensor: Tensor) -> int:
     """How often the tensor, or another one of the same storage, has been changed in place."""
-    return UNKNOWN if torch.compiler.is_compiling() or tensor.is_inference() else tensor._version
+    return UNKNOWN if torch.compiler.is_compiling() or is_uncounted(tensor) else tensor._version
 
 
 def is_changed(tensor: Tensor, recorded: int) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -170,7 +171,7 @@ class DepthStream:
     def _may_wait(self, delta: Tensor, part: StreamPart | None) -> bool:
         """Whether the next reader can make the sum: in a Triton kernel, of plain sources."""
         plain = self.channel_dim == -1 and self.cast is None and self.bounds is None and part is None
-        if not plain or delta.is_inference() or self.partial is None or self.hides_gradient(delta):
+        if not plain or in_place.is_uncounted(delta) or self.partial is None or self.hides_gradient(delta):
             return False
         kernel = dispatch.choose((self.blocks[0], self.partial, delta), 1)
         return kernel == "triton" and not decomposed.is_needed(kernel)
@@ -391,7 +392,7 @@ class DepthStream:
         raise AttributeError(refusal(f".{name}"), name=name, obj=self)
 
 
-_ADD = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__}
+_ADD = {operator.add, operator.iadd, torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__}
 _CAT = {torch.cat, torch.concat, torch.concatenate}
 _METHODS = {torch.reshape, torch.permute, torch.split, torch.chunk, torch.clip, torch.clamp}
 refuse_operators(DepthStream)
