@@ -188,7 +188,7 @@ def test_a_change_between_forward_and_recomputation_is_an_error() -> None:
     stream = model.blocks[0](x)
     loss = model.norm(checkpoint(model.blocks[1:], stream, use_reentrant=False)).square().sum()
     kept.mul_(2)
-    with pytest.raises(RuntimeError, match="in-?place"):
+    with pytest.raises(RuntimeError, match=r"in-?place"):
         loss.backward()
 
 

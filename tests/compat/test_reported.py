@@ -31,7 +31,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-# Re-initialisation by frameworks ---------------------------------------------------------------------------------------
+# Re-initialisation by frameworks -----------------------------------------------------------
 
 
 def fsdp(model: nn.Module) -> None:
@@ -82,7 +82,7 @@ def test_reinitialised_readers_are_the_standard_residual(how: Any) -> None:
     assert all(p.any() and p.grad.any() for n, p in found.items())
 
 
-# Many sources ----------------------------------------------------------------------------------------------------------
+# Many sources ------------------------------------------------------------------------------------------------
 
 
 def test_full_on_48_blocks_equals_a_loop() -> None:
@@ -127,11 +127,11 @@ def test_300_sources_equal_the_reference(chosen: str) -> None:
 
 def test_300_sources_are_too_many_for_the_kernels(triton_device: str) -> None:
     sources = [torch.randn(1, 2, 16, device=triton_device) for _ in range(300)]
-    with backend("triton"), pytest.raises(ValueError, match="at most .*257 sources.* got .*300"):
+    with backend("triton"), pytest.raises(ValueError, match=r"at most .*257 sources.* got .*300"):
         depth_attention(sources, torch.randn(16, device=triton_device))
 
 
-# Checkpointing by others -----------------------------------------------------------------------------------------------
+# Checkpointing by others -----------------------------------------------------------
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -174,7 +174,7 @@ def test_checkpoints_around_blocks_give_the_same_gradients(how: Any, config: dic
         torch.testing.assert_close(found[name], wanted, rtol=1e-5, atol=1e-5 * (1 + float(wanted.abs().max())))
 
 
-# Blocks by hand, as masked-token code calls them -----------------------------------------------------------------------
+# Blocks by hand, as masked-token code calls them -----------------------------------------------------------
 
 
 class MaskedAutoencoder(nn.Module):
@@ -212,7 +212,7 @@ def test_a_masked_autoencoder_made_of_blocks_trains() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-# No host synchronisation -----------------------------------------------------------------------------------------------
+# No host synchronisation -----------------------------------------------------------
 
 
 class NoSync(TorchDispatchMode):
@@ -242,7 +242,7 @@ def test_the_watch_for_synchronisation_sees_one() -> None:
         torch.ones(1).item()
 
 
-# Second derivatives, export --------------------------------------------------------------------------------------------
+# Second derivatives, export -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("config", [*KINDS.values(), {"mode": "full", "two_phase": True}], ids=[*KINDS, "two_phase"])
@@ -261,7 +261,7 @@ def test_export_of_either_kind(strict: bool) -> None:
     torch.testing.assert_close(program.module()(other), model(other), rtol=1e-4, atol=1e-5)
 
 
-# Features under a decoder ----------------------------------------------------------------------------------------------
+# Features under a decoder -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [{"img_size": 48}, {"dynamic_img_size": True}], ids=str)
