@@ -282,3 +282,15 @@ def test_a_segmentation_decoder_on_features_of_another_size(size: dict) -> None:
     torch.testing.assert_close(out, sum(head(feature) for head, feature in zip(heads, clean, strict=True)))
     out.square().sum().backward()
     assert all(p.grad is not None for n, p in model.named_parameters() if ".depth." in n)
+
+
+@torch.no_grad()
+def test_onnx_says_what_is_missing() -> None:
+    """With onnxscript it is the exported program; without it torch's own error names the package."""
+    try:
+        import onnxscript  # noqa: F401
+    except ImportError:
+        with pytest.raises(ImportError, match="onnxscript"):
+            torch.onnx.export(attached("vit", depth=2), (images(),), dynamo=True)
+    else:
+        assert torch.onnx.export(attached("vit", depth=2), (images(),), dynamo=True) is not None
