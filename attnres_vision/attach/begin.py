@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from attnres_vision.attach.arguments import argument, replaced
 from attnres_vision.attach.families import ConditionSource, StreamArgument
 from attnres_vision.ops.collect import collect
+from attnres_vision.stream.in_place import held
 from attnres_vision.stream.query import normalise
 from attnres_vision.stream.stream import DepthStream
 
@@ -22,7 +23,7 @@ from attnres_vision.stream.stream import DepthStream
 def begin_stream(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Forward pre-hook of the first block: the embedding becomes source 0 of a new stream."""
     if args and isinstance(args[0], Tensor):
-        args = (DepthStream((collect(args[0]),)), *args[1:])
+        args = (DepthStream((collect(held(args[0])),)), *args[1:])
     return args, kwargs
 
 
@@ -30,7 +31,7 @@ def begin_stream_with_token_mean(block: nn.Module, args: tuple[Any, ...], kwargs
     """`begin_stream` for `query="condition"`: the condition of a ViT is the token mean of the embedding, (B, D)."""
     if args and isinstance(args[0], Tensor):
         embedding = args[0]
-        args = (DepthStream((collect(embedding),), condition=embedding.flatten(1, -2).mean(1)), *args[1:])
+        args = (DepthStream((collect(held(embedding)),), condition=embedding.flatten(1, -2).mean(1)), *args[1:])
     return args, kwargs
 
 
@@ -96,7 +97,7 @@ def begin_streams(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     if embeddings:
         condition = begin.conditions.take(begin, next(iter(embeddings.values())).shape[0])
         for entry, embedding in embeddings.items():
-            stream = DepthStream((collect(embedding),), condition=condition)
+            stream = DepthStream((collect(held(embedding)),), condition=condition)
             args, kwargs = replaced(args, kwargs, entry.position, entry.keyword, stream)
     return args, kwargs
 

@@ -70,6 +70,9 @@ class SourceGradient:
     def __init__(self) -> None:
         self._sums = OfPass(_Sum)
 
+    def __reduce__(self) -> Any:
+        return _nothing, ()  # a copy of a collected tensor is no identity node: it would never take what is added here
+
     def add(self, upstream: Tensor, upstream_term: Tensor, norm_term: Tensor) -> Tensor:
         """Add `upstream * upstream_term` now and `norm_term` times the source later. Returns the sum, to add more to.
 
@@ -128,6 +131,10 @@ class SourceGradient:
             else:
                 total.view(*terms.shape[:-1], total.shape[-1]).baddbmm_(terms, rows)
         return total.view(source.shape).to(source.dtype)
+
+
+def _nothing() -> None:
+    return None
 
 
 class _Collect(torch.autograd.Function):

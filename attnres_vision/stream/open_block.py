@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attnres_vision.ops.two_phase import Earlier
+from attnres_vision.stream import in_place
 
 
 @dataclasses.dataclass(eq=False)
@@ -26,6 +27,7 @@ class OpenBlock:
         found: what a reader of the closed block has read for readers to come (two_phase.py), until the next write takes
             it: if it stayed, the arguments of a checkpoint would be in a cycle with the graph, and the recomputation
             would find it.
+        versions: those of `total` and `pending` when the block got them (in_place.py).
     """
 
     total: Tensor
@@ -33,11 +35,24 @@ class OpenBlock:
     dtype: torch.dtype | None = None
     closed: bool = False
     found: Mapping[object, Earlier] | None = None
+    versions: tuple[int, ...] = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.versions = tuple(map(in_place.version, self._held()))
+
+    def _held(self) -> tuple[Tensor, ...]:
+        return (self.total,) if self.pending is None else (self.total, self.pending)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the host has changed in place what is held here."""
+        return any(map(in_place.is_changed, self._held(), self.versions))
 
     def settle(self, total: Tensor | None = None) -> Tensor:
         """The sum with what was pending; `total` is that where a kernel has made it."""
         if self.pending is not None:
             self.total, self.pending = self._sum(self.pending) if total is None else total, None
+            self.versions = (in_place.version(self.total),)
         return self.total
 
     def _sum(self, pending: Tensor) -> Tensor:

@@ -71,6 +71,7 @@ class DepthAttention(DepthQuery):
             group: the readers to read for, by default those of `self.group`.
         """
         assert self.query is not None
+        stream.check()
         options = self._options()
         if ops.dispatch.is_traced(self.kernel(stream)):
             return ops.depth_attention(stream.sources(), self.compute_query(stream), **options)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -23,6 +24,7 @@ from attnres_vision.ops import dispatch
 from attnres_vision.ops.collect import collect
 from attnres_vision.ops.dtypes import promoted
 from attnres_vision.ops.two_phase import Earlier
+from attnres_vision.stream import in_place
 from attnres_vision.stream.open_block import OpenBlock
 from attnres_vision.stream.refusals import refusal, refuse, refuse_operators
 
@@ -57,6 +59,8 @@ class DepthStream:
         host_view: dtype, bounds and layout in which the host sees it.
         ahead: for some readers what two_phase.py has read for them of the first sources; others read all themselves.
         part: what this stream is a slice of, None if of nothing.
+        versions: those of the blocks when the stream got them (in_place.py).
+        superseded: `+=` has made another stream of this one, where a tensor would have been changed.
     """
 
     blocks: tuple[Tensor, ...]
@@ -66,12 +70,48 @@ class DepthStream:
     host_view: HostView = PLAIN
     ahead: Mapping[object, Earlier] | None = None
     part: Part | None = None
+    versions: tuple[int, ...] | None = None
+    superseded: bool = False
+
+    def __post_init__(self) -> None:
+        if self.versions is None:
+            self.versions = tuple(map(in_place.version, self.blocks))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and copies: what was read ahead is for the readers of this stream's own model."""
+        total = None if self.open_block is None else OpenBlock(self.open_block.settle(), closed=self.is_closed)
+        return {**self.__dict__, "open_block": total, "ahead": None, "versions": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.__post_init__()
 
     # Reading and writing ---------------------------------------------------------------------------------------------
 
     def sources(self) -> tuple[Tensor, ...]:
         """The tensors a reader attends over: the finished blocks, then the open block's sum."""
+        self.check()
         return self.blocks if self.open_block is None else (*self.blocks, self.open_block.settle())
+
+    def check(self) -> None:
+        """Raise if the host has changed in place what this stream holds, or goes on with it behind `+=`."""
+        if torch.compiler.is_compiling():
+            return
+        if self.superseded and torch._C._current_graph_task_id() == -1:  # a recomputation begins before the `+=`
+            raise RuntimeError(
+                "the residual stream of an AttnRes model was used after `stream += ...` had made a new one: where a "
+                "tensor would change under all its names, only the name on the left has the new stream. Use that one, "
+                "or write `new = stream + ...`"
+            )
+        changed = [*map(in_place.is_changed, self.blocks, self.versions or ())]
+        changed += [] if self.open_block is None else [self.open_block.is_changed]
+        if True in changed:
+            raise RuntimeError(
+                f"source {changed.index(True)} of the residual stream of an AttnRes model was changed by an in-place "
+                "operation after it had been added: a stream keeps a layer's output itself, not the sum. Use the "
+                "operation that makes a new tensor (inplace=False, x * 2 for x.mul_(2)), or add out.clone() to the "
+                "stream"
+            )
 
     def close_block(self) -> None:
         """End the open block: the next output starts a new one."""
@@ -88,23 +128,28 @@ class DepthStream:
             refuse(f"adding a {type(delta).__name__} to it")
         if delta.shape != self.shape:
             delta = delta.broadcast_to(self.shape)
-        part = None if self.part is None else self.part.written(self, delta)
-        block = self.open_block
+        self.check()
+        block, part = self.open_block, None if self.part is None else self.part.written(self, delta)
+        changes: dict[str, Any] = {"part": part, "superseded": False}
         if block is None:
-            return dataclasses.replace(self, open_block=OpenBlock(delta), part=part)
-        total, ahead = block.settle(), block.found or self.ahead
+            return dataclasses.replace(self, open_block=OpenBlock(in_place.held(delta)), **changes)
+        total, changes["ahead"] = block.settle(), block.found or self.ahead
         block.found = None
         if block.closed:
-            blocks = (*self.blocks, collect(total))  # from now on many layers read it
-            return dataclasses.replace(self, blocks=blocks, open_block=OpenBlock(delta), ahead=ahead, part=part)
+            changes["blocks"] = (*self.blocks, collect(total))  # from now on many layers read it
+            # A compiler would guard on the numbers
+            changes["versions"] = None if torch.compiler.is_compiling() else (*(self.versions or ()), *block.versions)
+            return dataclasses.replace(self, open_block=OpenBlock(in_place.held(delta)), **changes)
         dtype = promoted([total.dtype, self.dtype, delta.dtype])  # the host's stream's, so fp32 under autocast
-        waits = part is None and self.host_view == PLAIN and not block.hides_gradient(delta) and self._is_fused(delta)
-        new = OpenBlock(total, delta, dtype) if waits else OpenBlock(total.to(dtype) + delta)
-        return dataclasses.replace(self, open_block=new, ahead=ahead, part=part)
+        if part is None and self.host_view == PLAIN and self._may_wait(block, delta):
+            return dataclasses.replace(self, open_block=OpenBlock(total, delta, dtype), **changes)
+        return dataclasses.replace(self, open_block=OpenBlock(total.to(dtype) + delta), **changes)
 
-    def _is_fused(self, delta: Tensor) -> bool:
-        """Whether a Triton kernel makes the sum with `delta` when it reads."""
-        kernel = dispatch.choose((self.blocks[0], self.sources()[-1], delta), 1)
+    def _may_wait(self, block: OpenBlock, delta: Tensor) -> bool:
+        """Whether the sum with `delta` can be left to the next reader's Triton kernel."""
+        if in_place.is_uncounted(delta) or block.hides_gradient(delta):
+            return False
+        kernel = dispatch.choose((self.blocks[0], block.total, delta), 1)
         return kernel == "triton" and not dispatch.is_traced(kernel)
 
     def __add__(self, delta: Tensor) -> DepthStream:
@@ -112,6 +157,11 @@ class DepthStream:
 
     def __radd__(self, delta: Tensor) -> DepthStream:
         return self.write(delta)
+
+    def __iadd__(self, delta: Tensor) -> DepthStream:
+        new = self.write(delta)
+        self.superseded = True
+        return new
 
     def total(self) -> Tensor:
         """The ordinary residual stream, in its own dtype: the sum of all sources."""
@@ -165,7 +215,9 @@ class DepthStream:
         blocks, block = tuple(sources), None
         if self.open_block is not None:
             blocks, block = blocks[:-1], OpenBlock(blocks[-1], closed=closed)
-        return dataclasses.replace(self, blocks=blocks, open_block=block, ahead=None, part=None, **changes)
+        return dataclasses.replace(
+            self, blocks=blocks, open_block=block, ahead=None, part=None, versions=None, **changes
+        )
 
     def __getitem__(self, index: Any) -> DepthStream:
         part = self.map(lambda source: source[index])
@@ -181,7 +233,8 @@ class DepthStream:
             padding = [0, 0] * (self.ndim - part.dim - 1) + [part.start, self.shape[part.dim] - part.stop]
             written = self.write(F.pad(part.delta, padding))
             written.sources()  # settled
-            self.blocks, self.open_block, self.ahead, self.part = written.blocks, written.open_block, None, written.part
+            self.blocks, self.open_block, self.part = written.blocks, written.open_block, written.part
+            self.ahead, self.versions = None, written.versions
 
     def reshape(self, *shape: Any) -> DepthStream:
         return self.map(lambda source: source.reshape(*shape))
@@ -313,7 +366,7 @@ class DepthStream:
         raise AttributeError(refusal(f".{name}"), name=name, obj=self)
 
 
-_ADD = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__}
+_ADD = {operator.add, operator.iadd, torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__}
 _CAT = {torch.cat, torch.concat, torch.concatenate}
 _METHODS = {torch.reshape, torch.permute, torch.split, torch.chunk, torch.clip, torch.clamp}
 refuse_operators(DepthStream)

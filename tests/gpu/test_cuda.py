@@ -206,3 +206,35 @@ def test_a_read_runs_on_the_device_of_its_sources_not_the_current_one():
         results.append([out, *torch.autograd.grad(out.sum(), [*sources, query])])
     assert results[0][0].device == torch.device("cuda:1") and torch.cuda.current_device() == 0
     assert_close(*results, TOLERANCES[torch.float32])
+
+
+@pytest.mark.parametrize("attnres", [*MODELS.values(), {"query": "condition", "rank": 3}], ids=[*MODELS, "condition"])
+def test_a_training_step_in_a_cuda_graph_equals_the_eager_one_and_never_waits(attnres):
+    """`set_sync_debug_mode("error")` raises wherever the host would wait for the device."""
+    model = vit(attnres)
+    images = torch.randn(2, 3, 32, 32, device=DEVICE)
+    others = torch.randn_like(images)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    parameters = list(model.parameters())
+
+    def step() -> list[Tensor]:
+        out = model(images)
+        return [out, *torch.autograd.grad(out.square().sum(), parameters)]
+
+    with backend("triton"):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):  # compiles the kernels
+                step()
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        with torch.cuda.graph(graph):
+            found = step()
+        images.copy_(others)
+        graph.replay()
+        assert_close(found, step(), TOLERANCES[torch.float32])
