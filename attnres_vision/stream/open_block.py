@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +40,10 @@ class OpenBlock:
 
     def __post_init__(self) -> None:
         self.versions = tuple(map(in_place.version, self._held()))
+
+    def __reduce__(self) -> Any:
+        # What was found is for the readers of this block's own model, and a copy's tensors count their changes anew
+        return OpenBlock, (self.settle(), None, None, self.closed)
 
     def _held(self) -> tuple[Tensor, ...]:
         return (self.total,) if self.pending is None else (self.total, self.pending)

@@ -77,14 +77,9 @@ class DepthStream:
         if self.versions is None:
             self.versions = tuple(map(in_place.version, self.blocks))
 
-    def __getstate__(self) -> dict[str, Any]:
-        """For pickle and copies: what was read ahead is for the readers of this stream's own model."""
-        total = None if self.open_block is None else OpenBlock(self.open_block.settle(), closed=self.is_closed)
-        return {**self.__dict__, "open_block": total, "ahead": None, "versions": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.__post_init__()
+    def __reduce__(self) -> Any:
+        # What was read ahead is for the readers of this stream's own model
+        return DepthStream, (self.blocks, self.open_block, self.condition, self.other, self.host_view, None, self.part)
 
     # Reading and writing ---------------------------------------------------------------------------------------------
 
