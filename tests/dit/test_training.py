@@ -209,13 +209,6 @@ def test_ema() -> None:
         torch.testing.assert_close(value, (before[key] + after[key]) / 2)
 
 
-def test_ema_saves_an_attnres_model(tmp_path: Any) -> None:
-    model = attached("sd3", dtype=torch.float32)
-    EMAModel(model.parameters(), model_cls=type(model), model_config=model.config).save_pretrained(tmp_path)
-    loaded = EMAModel.from_pretrained(tmp_path, type(model))
-    assert len(loaded.shadow_params) == len(list(model.parameters()))
-
-
 # Precision -----------------------------------------------------------------------------------------------------------
 
 
