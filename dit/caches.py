@@ -77,6 +77,7 @@ def _stream_state() -> type:
         """What TaylorSeer knows of a block that it skips: shape, dtype and device of its outputs."""
 
         def update(self, outputs: Any) -> None:
-            super().update((outputs,) if isinstance(outputs, DepthStream) else outputs)
+            wrapped: Any = (outputs,) if isinstance(outputs, DepthStream) else outputs
+            super().update(wrapped)
 
     return StreamState

@@ -37,8 +37,6 @@ def expected(name: str) -> torch.Tensor:
 def test_group_offload_with_streams(name: str, kind: str, record: bool) -> None:
     """Readers come with their module: a group is loaded by the hook of a leaf or block, before our hooks run."""
     model = default_model(name)
-    if not model._supports_group_offloading:
-        pytest.skip("diffusers does not offload this class in groups")
     model.enable_group_offload(
         onload_device=CUDA, offload_device=CPU, offload_type=kind, num_blocks_per_group=1, use_stream=True,
         record_stream=record,
@@ -52,8 +50,6 @@ def test_group_offload_with_streams(name: str, kind: str, record: bool) -> None:
 @pytest.mark.parametrize("kind", ["block_level", "leaf_level"])
 def test_group_offload(name: str, kind: str) -> None:
     model = default_model(name)
-    if not model._supports_group_offloading:
-        pytest.skip("diffusers does not offload this class in groups")
     model.enable_group_offload(onload_device=CUDA, offload_device=CPU, offload_type=kind, num_blocks_per_group=1)
     assert relative_error(on_gpu(model, name), expected(name)) < 1e-5
 
