@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from attnres_vision.attach import families
-from attnres_vision.stream.stream import DepthStream
+from attnres_vision.stream import DepthStream
 
 # These subtract the residual streams before and behind blocks; the others keep outputs of attention modules.
 RESIDUAL_CACHES = ("FirstBlockCacheConfig", "MagCacheConfig", "SeaCacheConfig")
@@ -77,7 +77,7 @@ def _stream_state() -> type:
         """What TaylorSeer knows of a block that it skips: shape, dtype and device of its outputs."""
 
         def update(self, outputs: Any) -> None:
-            one: Any = (outputs,)
-            super().update(one if isinstance(outputs, DepthStream) else outputs)
+            wrapped: Any = (outputs,) if isinstance(outputs, DepthStream) else outputs
+            super().update(wrapped)
 
     return StreamState

@@ -1,8 +1,7 @@
-"""What diffusers' users do to a transformer: caches, offloading, casting, attention backends, fused projections."""
+"""What diffusers' users do to a transformer with conditions: caches and offloading. Every class: tests/dit/suite."""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import diffusers
@@ -27,36 +26,6 @@ def attached(name: str, dtype: torch.dtype = torch.float64, zero: bool = False) 
 
 
 # Caches --------------------------------------------------------------------------------------------------------------
-
-RESIDUAL_CACHES: dict[str, Any] = {
-    "first-block": diffusers.FirstBlockCacheConfig(threshold=0.1),
-    **(
-        {"mag": diffusers.MagCacheConfig(num_inference_steps=4, mag_ratios=[1.0] * 4)}
-        if hasattr(diffusers, "MagCacheConfig")
-        else {}
-    ),
-    **({"sea": diffusers.SeaCacheConfig()} if hasattr(diffusers, "SeaCacheConfig") else {}),
-}
-
-
-@pytest.mark.parametrize("cache", RESIDUAL_CACHES)
-@pytest.mark.parametrize("name", ["flux", "hunyuan-video", "cogvideox", "qwen-image", "wan"])
-def test_a_residual_cache_is_an_error_that_names_the_others(name: str, cache: str) -> None:
-    model = attached(name)
-    with pytest.raises(ValueError, match="residual cache reuses the difference") as error:
-        model.enable_cache(RESIDUAL_CACHES[cache])
-    assert "PyramidAttentionBroadcastConfig" in str(error.value) and not model.is_cache_enabled
-
-
-def test_a_residual_cache_that_is_applied_by_hand_is_an_error() -> None:
-    model = attached("flux")
-    diffusers.apply_first_block_cache(model, RESIDUAL_CACHES["first-block"])
-    with (
-        pytest.raises(TypeError, match="PyramidAttentionBroadcastConfig"),
-        torch.no_grad(),
-        model.cache_context("cond"),
-    ):
-        model(**inputs_for("flux"))
 
 
 def attention_caches(step: list[int]) -> dict[str, Any]:
@@ -117,20 +86,6 @@ def test_attention_caches_are_as_exact_as_with_the_stock_model(name: str, cache:
 # Memory --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_layerwise_casting_leaves_the_depth_parameters_in_their_dtype(name: str) -> None:
-    """fp8 storage of what diffusers stores in fp8 in the stock model, and nothing else."""
-    stock = stock_model(name, torch.float32)
-    model = attached(name, torch.float32, zero=True)
-    for each in (stock, model):
-        each.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
-    assert all(value.dtype == torch.float32 for value in attnres_vision.attnres_state_dict(model).values())
-    assert any(value.dtype == torch.float8_e4m3fn for value in model.state_dict().values())
-    with torch.no_grad():
-        inputs = inputs_for(name, torch.float32)
-        assert relative_error(model(**copy.deepcopy(inputs))[0], stock(**inputs)[0]) < 1e-5
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["block_level", "leaf_level"])
 @pytest.mark.parametrize("name", NAMES)
@@ -161,37 +116,10 @@ def test_cpu_offload_brings_the_depth_parameters_back(name: str) -> None:
 # Attention -----------------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("name", NAMES)
-def test_attention_backends(name: str) -> None:
-    from diffusers.models.attention_dispatch import attention_backend
-
-    model = attached(name)
-    wanted = model(**inputs_for(name))[0]
-    with attention_backend("native"):  # set_attention_backend would change a process-wide setting
-        assert relative_error(model(**inputs_for(name))[0], wanted) < 1e-12
-    model.set_attention_backend("native")
-    try:
-        assert relative_error(model(**inputs_for(name))[0], wanted) < 1e-12
-    finally:
-        model.reset_attention_backend()
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA, xformers may be there")
 def test_xformers_without_cuda_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="'xformers' needs CUDA"):
         attached("flux").set_attention_backend("xformers")
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["sd3", "flux", "hunyuan-video", "cogvideox", "qwen-image", "wan"])
-def test_fused_projections(name: str) -> None:
-    model = attached(name)
-    wanted = model(**inputs_for(name))[0]
-    model.fuse_qkv_projections()
-    assert relative_error(model(**inputs_for(name))[0], wanted) < 1e-12
-    model.unfuse_qkv_projections()
-    assert relative_error(model(**inputs_for(name))[0], wanted) < 1e-12
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -96,7 +96,7 @@ def test_adapters_from_adding_to_deleting(name: str, tmp_path: Path) -> None:
     assert_depth_is(model, depth)
 
 
-@with_adapters
+@every_class_exhaustively([name for name in NAMES if name != "easyanimate"])
 def test_hot_swap(name: str, tmp_path: Path) -> None:
     """A second adapter, of a smaller rank, takes the place of the first in the same parameters."""
     model = default_model(name)
@@ -119,7 +119,8 @@ def test_hot_swap(name: str, tmp_path: Path) -> None:
     assert_depth_is(model, depth)
 
 
-@pytest.mark.parametrize("name", ["wan", pytest.param("flux", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["wan", "flux"])
 def test_a_hot_swapped_model_does_not_compile_again(name: str, tmp_path: Path) -> None:
     """What hot swapping is for. On the eager backend: Inductor adds nothing to this but time."""
     model = default_model(name)

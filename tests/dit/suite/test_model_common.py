@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import attnres_vision
 import dit
-from attnres_vision.plan import reader_places
+from attnres_vision.attach.plan import reader_places
 from tests.dit.tiny import FP32_NORMS, MODELS, inputs_for, randomise_queries, relative_error, stock_model
 
 CLASSES = {class_name: name for name, (class_name, _, _) in reversed(MODELS.items())}  # one config per class

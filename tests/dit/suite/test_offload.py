@@ -100,8 +100,6 @@ def test_from_pretrained_with_a_device_map(name: str, checkpoint: str, tmp_path:
 )
 def test_group_offload(name: str, kind: str, tmp_path: Path) -> None:
     model = default_model(name)
-    if not model._supports_group_offloading:
-        pytest.skip(f"diffusers does not offload {type(model).__mro__[2].__name__} in groups")
     wanted = output(model, name)
     options: dict[str, Any] = {"offload_type": kind.split(" ")[0], "num_blocks_per_group": 1}
     if kind == "block_level of 2":
