@@ -7,7 +7,7 @@ into `output_dir`. An interrupted run continues where it was when the same comma
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from accelerate import Accelerator
@@ -48,17 +48,22 @@ class Task(Protocol):
     def loss(self, model: nn.Module, batch: Any, micro_step: int) -> torch.Tensor:
         """The loss of one micro-batch, a scalar. Global random numbers are seeded by (seed, micro-step, rank)."""
 
-    def evaluate(self, model: nn.Module, average: NoAverage) -> dict[str, float]:
-        """Scores on the validation data, `loss` among them; all processes call it and get the same."""
+    def evaluate(self, model: nn.Module, average: NoAverage, split: Literal["val", "test"]) -> dict[str, float]:
+        """Scores on a split, `loss` among them; all processes call it and get the same."""
 
-    def describe(self, scores: dict[str, float]) -> str:
-        """The scores, on a line."""
+    def describe(self, scores: dict[str, float], split: Literal["val", "test"]) -> str:
+        """The scores, on a line that names the split."""
 
     def finish(self, model: nn.Module, average: NoAverage, run_dir: Path) -> dict[str, Any]:
         """What only the trained model can say; all processes call it. The main one saves the weights."""
 
-    def result(self, start: dict[str, Any], scores: dict[str, Any], ending: dict[str, Any]) -> dict[str, Any]:
-        """The task's own fields of `result.json`, `val_loss` among them, on the main process."""
+    def result(
+        self, start: dict[str, Any], val: dict[str, Any], test: dict[str, Any], ending: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The task's own fields of `result.json`, `val_loss` and `test_loss` among them, on the main process.
+
+        What depends on a split says so in its name. Reports choose by `val_*` and show `test_*`.
+        """
 
 
 def train(task: Task) -> dict[str, Any]:
@@ -145,9 +150,9 @@ def train(task: Task) -> dict[str, Any]:
             bar.set_postfix(loss=f"{metrics.flush()['loss']:.3f}", refresh=False)
         if last or due(step, config.eval_interval):
             metrics.flush()
-            scores = task.evaluate(bare_model, average)
+            scores = task.evaluate(bare_model, average, "val")
             metrics.evaluation({**where, **scores})
-            accelerator.print(f"step {step}/{steps}: {task.describe(scores)}")
+            accelerator.print(f"step {step}/{steps}: {task.describe(scores, 'val')}")
         if last or due(step, config.checkpoint_interval):
             metrics.flush()
             checkpoint.save(accelerator, run_dir, step, config.keep_checkpoints)
@@ -156,6 +161,8 @@ def train(task: Task) -> dict[str, Any]:
     ####################################################################################################################
     # Result
     ####################################################################################################################
+    tested = task.evaluate(bare_model, average, "test")  # once: no decision about a run can rest on it
+    accelerator.print(f"trained: {task.describe(tested, 'test')}")
     ending = task.finish(bare_model, average, run_dir)
     result: dict[str, Any] = {}
     if accelerator.is_main_process:
@@ -178,7 +185,7 @@ def train(task: Task) -> dict[str, Any]:
             "processes": accelerator.num_processes,
             "environment": measure.environment(accelerator.device),
             "config": to_fields(config),
-            **task.result(loop.read_json(run_dir / loop.START) or {}, final, ending),
+            **task.result(loop.read_json(run_dir / loop.START) or {}, final, tested, ending),
         }
         loop.write_json(run_dir / loop.RESULT, result)
     for tracker in accelerator.trackers:
