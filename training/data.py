@@ -98,6 +98,9 @@ def make_datasets(config: ImageDataConfig, seed: int) -> Splits:
         ValueError: a data set is empty, or smaller than one batch; the parts have different classes.
     """
     names = {"train": config.train_split, "val": config.val_split, "test": config.val_split}
+    train: Any
+    val: Any
+    test: Any
     if config.name == "digits":
         train, val, test = (Digits(split) for split in ("train", "val", "test"))
     else:
@@ -146,7 +149,7 @@ def held_out_images(labels: Sequence[int], size: float) -> set[int]:
 
 def _labels(dataset: Any, config: ImageDataConfig) -> list[int]:
     """The class of every image, without decoding any."""
-    reader = getattr(dataset, "reader", None)
+    reader: Any = getattr(dataset, "reader", None)
     if hasattr(reader, "iter_targets"):  # HF datasets
         return [int(label) for label in reader.iter_targets()]
     targets = getattr(reader, "targets", getattr(dataset, "targets", getattr(dataset, "labels", None)))

@@ -186,10 +186,11 @@ def latent_datasets(config: VideoDataConfig) -> tuple[LatentClips, LatentClips, 
     for name, values in starts.items():
         parts = [of_file[name]] * len(values) if of_file else _in_turn(len(values), config)
         side.update({(name, start): part for start, part in zip(sorted(values), parts, strict=True)})
-    train, val, test = (
-        LatentClips(folder, manifest, lambda name, start, part=part: side[name, start] == part)
-        for part in ("train", "val", "test")
-    )
+
+    def clips_of(part: str) -> LatentClips:
+        return LatentClips(folder, manifest, lambda name, start: side[name, start] == part)
+
+    train, val, test = clips_of("train"), clips_of("val"), clips_of("test")
     for part, dataset in (("training", train), ("validation", val), ("test", test)):
         if len(dataset) == 0:
             raise ValueError(

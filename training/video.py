@@ -69,7 +69,7 @@ class VideoTask:
 
             FrechetDistance(config.sampling.extractor)
             if len(self.test_set) < 2:
-                raise ValueError(f"sampling.frechet must be 0 for {len(self.test_set)} test clip: it compares with them")
+                raise ValueError("sampling.frechet must be 0 for a test set of one clip: it compares with these")
         for caption in config.sampling.captions or ():
             if caption not in self.test_set.caption_texts:
                 raise ValueError(f"sampling.captions must be captions of the test set, got {caption!r}")

@@ -120,7 +120,8 @@ class VideoDataConfig(ClipConfig):
         _check("data.hflip", self.hflip, 0 <= self.hflip <= 1, "between 0 and 1")
         for name in ("val_fraction", "test_fraction"):
             _check(f"data.{name}", getattr(self, name), 0 < getattr(self, name) < 1, "above 0 and below 1")
-        _check("data.val_fraction + data.test_fraction", held := self.val_fraction + self.test_fraction, held < 1, "below 1")
+        held_out = self.val_fraction + self.test_fraction
+        _check("data.val_fraction + data.test_fraction", held_out, held_out < 1, "below 1")
         for name in ("val_list", "test_list", "groups"):
             value = getattr(self, name)
             _check(f"data.{name}", value, value is None or self.val_split == "file", "null when val_split is 'time'")

@@ -127,7 +127,8 @@ def split(videos: Sequence[Video], config: VideoDataConfig) -> tuple[list[Part],
     for name, part in (("training", train), ("validation", val), ("test", test)):
         if not part:
             raise ValueError(
-                f"the {name} set is empty: {len(videos)} usable files, {described(config)}, clips of {config.span} frames"
+                f"the {name} set is empty: {len(videos)} usable files, {described(config)}, clips of {config.span} "
+                "frames"
             )
     return train, val, test
 
