@@ -45,6 +45,7 @@ class ImageTask:
 
     unit = "images"
     average: type[NoAverage] = ModelCopy
+    base = None  # nothing but queries is ever frozen
 
     def __init__(self, config: ImageConfig) -> None:
         self.config = config

@@ -8,7 +8,6 @@ only then entered into the manifest; a row that is read is compared with its che
 
 from __future__ import annotations
 
-import hashlib
 import os
 import zlib
 from collections.abc import Callable
@@ -20,7 +19,7 @@ import safetensors.torch
 import torch
 from torch.utils.data import Dataset
 
-from training.checkpoint import flush_to_disk
+from training.checkpoint import flush_to_disk, sha256
 from training.loop import read_json, write_json
 from training.text import Text
 from training.video_data_config import VideoDataConfig
@@ -35,7 +34,7 @@ def write_shard(folder: Path, name: str, tensors: dict[str, torch.Tensor]) -> di
     writing, final = folder / f".writing-{name}", folder / name
     safetensors.torch.save_file(tensors, writing)
     flush_to_disk(writing)
-    record = {"file": name, "bytes": writing.stat().st_size, "sha256": _sha256(writing)}
+    record = {"file": name, "bytes": writing.stat().st_size, "sha256": sha256(writing)}
     os.replace(writing, final)
     flush_to_disk(folder)
     rows = len(next(iter(tensors.values())))
@@ -54,7 +53,7 @@ def what_is_wrong(folder: Path, shard: dict[str, Any], thorough: bool) -> str | 
         return f"{path} is missing"
     if path.stat().st_size != shard["bytes"]:
         return f"{path} has {path.stat().st_size} bytes, not {shard['bytes']}"
-    if thorough and _sha256(path) != shard["sha256"]:
+    if thorough and sha256(path) != shard["sha256"]:
         return f"{path} is damaged (its hash differs)"
     return None
 
@@ -205,11 +204,3 @@ def _in_turn(count: int, config: VideoDataConfig) -> list[str]:
     val, test = (max(1, round(count * fraction)) for fraction in (config.val_fraction, config.test_fraction))
     train = count - val - test
     return ["train"] * count if train < 1 else ["train"] * train + ["test"] * test + ["val"] * val
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        digest = hashlib.sha256()
-        while chunk := file.read(2**20):
-            digest.update(chunk)
-    return digest.hexdigest()

@@ -36,6 +36,10 @@ class Task(Protocol):
     unit: str
     average: type[NoAverage]
 
+    @property
+    def base(self) -> str | None:
+        """The folder of the stock checkpoint that frozen parameters come from; None if they come from none."""
+
     def build_model(self) -> nn.Module:
         """The model on the current default device; on `meta` for counting memory and FLOPs before and after."""
 
@@ -103,9 +107,13 @@ def train(task: Task) -> dict[str, Any]:
     progress = loop.Progress()
     metrics = loop.Metrics(accelerator, run_dir, ("loss", "grad_norm"))
     accelerator.register_for_checkpointing(progress, *([average] if average else []))
+    base = None
+    if task.base is not None and checkpoint.of_base(bare_model):
+        base = checkpoint.base_of(accelerator, task.base)
+        checkpoint.leave_out_base(accelerator, bare_model)
     restored = checkpoint.find(run_dir, config.resume)
     if restored is not None:
-        checkpoint.load(accelerator, restored)
+        checkpoint.load(accelerator, restored, base)
         accelerator.print(f"continuing from {restored}")
     metrics.truncate(progress.step)
     if progress.step == 0:
@@ -155,7 +163,7 @@ def train(task: Task) -> dict[str, Any]:
             accelerator.print(f"step {step}/{steps}: {task.describe(scores, 'val')}")
         if last or due(step, config.checkpoint_interval):
             metrics.flush()
-            checkpoint.save(accelerator, run_dir, step, config.keep_checkpoints)
+            checkpoint.save(accelerator, run_dir, step, config.keep_checkpoints, base)
     bar.close()
 
     ####################################################################################################################

@@ -46,6 +46,10 @@ class VideoTask:
     unit = "clips"
     average: type[NoAverage] = TrainedParameters
 
+    @property
+    def base(self) -> str | None:
+        return self.config.model.pretrained
+
     def __init__(self, config: VideoConfig) -> None:
         self.config = config
         self.objective = make_objective(config.objective)

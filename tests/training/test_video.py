@@ -96,7 +96,9 @@ def test_the_loss_falls_well_below_that_of_the_untrained_model(small: Any, tmp_p
     loaded = dit.models.AttnResHunyuanVideoTransformer3DModel.from_pretrained(tmp_path / "run" / "transformer")
     task = video.VideoTask(config)
     task.make_loader(trainer.loop.make_accelerator(config), 1)
-    assert task.grid_loss(loaded, task.held_out["val"])["loss"] == pytest.approx(result["val_loss"], rel=1e-5)  # what is saved is the average
+    assert task.grid_loss(loaded, task.held_out["val"])["loss"] == pytest.approx(
+        result["val_loss"], rel=1e-5
+    )  # what is saved is the average
 
 
 def test_a_killed_run_continues_bit_for_bit(small: Any, tmp_path: Path) -> None:
