@@ -8,11 +8,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import safetensors.torch
 import torch
 
-from tests.dit.tiny import stock_model
+from tests.dit.tiny import MODELS
 from tests.training.test_video import SMALL, folder, losses  # noqa: F401
 from training import video
 from training.config_io import from_fields, merge
@@ -26,7 +27,8 @@ def base(tmp_path: Path) -> Path:
     """A stock checkpoint as the hub's cache holds one."""
     path = tmp_path / "models--tiny" / "snapshots" / "0123abcd" / "transformer"
     torch.manual_seed(0)
-    stock_model("wan", in_channels=3, out_channels=3).save_pretrained(path)
+    kwargs: dict[str, Any] = {**MODELS["wan"][1], "in_channels": 3, "out_channels": 3}
+    diffusers.WanTransformer3DModel(**kwargs).save_pretrained(path)
     return path
 
 
