@@ -66,13 +66,16 @@ def test_every_recipe_runs_with_a_tiny_checkpoint(name: str, tmp_path: Path) -> 
     pipeline, options, frames, side = RECIPES[name][0], *PIPELINES[RECIPES[name][0]][1:]
     folder = tmp_path / "pipeline"
     save_pipeline(pipeline, folder)
-    for file in ("a.mp4", "b.mp4", "c.mp4"):
+    files = [f"Archery/v_Archery_g{group:02}_c01.avi" for group in (1, 2, 3)]
+    for file in files:
         write_video(tmp_path / "videos" / file, 24)
     data = {"root": str(tmp_path / "videos"), "num_frames": frames, "size": [side, side], "clips_per_file": 2}
     paths = {"pipeline": str(folder), "output_dir": str(tmp_path / "latents")}
     encode(from_fields(EncodeConfig, {"data": data, **paths, "prompt_options": options, "cpu": True}))
 
     config, _ = compare.load(["--config", str(ROOT / "configs" / "video" / f"{name}.yaml")])
+    if config.base.data.test_list is not None:
+        (tmp_path / "latents" / config.base.data.test_list).write_text(f"{files[-1]}\n")
     changes = {
         "data": {"root": str(tmp_path / "latents"), "batch_size": 2, "eval_batch_size": 2, "workers": 0},
         "objective": {"text_dropout": 0.5},
