@@ -66,7 +66,7 @@ def test_every_recipe_runs_with_a_tiny_checkpoint(name: str, tmp_path: Path) -> 
     pipeline, options, frames, side = RECIPES[name][0], *PIPELINES[RECIPES[name][0]][1:]
     folder = tmp_path / "pipeline"
     save_pipeline(pipeline, folder)
-    files = [f"Archery/v_Archery_g{group:02}_c01.avi" for group in (1, 2, 3)]
+    files = [f"Archery/v_Archery_g{group:02}_c01.mp4" for group in (1, 2, 3)]
     for file in files:
         write_video(tmp_path / "videos" / file, 24)
     data = {"root": str(tmp_path / "videos"), "num_frames": frames, "size": [side, side], "clips_per_file": 2}
@@ -91,6 +91,10 @@ def test_every_recipe_runs_with_a_tiny_checkpoint(name: str, tmp_path: Path) -> 
     result = video.train(from_fields(VideoConfig, {**fields, "output_dir": str(tmp_path / "run")}))
     assert result["steps"] == 2 and torch.isfinite(torch.tensor(result["val_loss"]))
     assert (tmp_path / "run" / result["samples"]["mp4"][0]).stat().st_size > 0
+    if (
+        config.base.data.test_list is not None
+    ):  # its captions, not those of training
+        assert result["samples"]["captions"] == [Path(files[-1]).stem]
 
 
 def test_a_run_that_cannot_fit_is_an_error_before_anything_is_made() -> None:
