@@ -91,9 +91,7 @@ def test_every_recipe_runs_with_a_tiny_checkpoint(name: str, tmp_path: Path) -> 
     result = video.train(from_fields(VideoConfig, {**fields, "output_dir": str(tmp_path / "run")}))
     assert result["steps"] == 2 and torch.isfinite(torch.tensor(result["val_loss"]))
     assert (tmp_path / "run" / result["samples"]["mp4"][0]).stat().st_size > 0
-    if (
-        config.base.data.test_list is not None
-    ):  # its captions, not those of training
+    if config.base.data.test_list is not None:  # its captions, not those of training
         assert result["samples"]["captions"] == [Path(files[-1]).stem]
 
 
