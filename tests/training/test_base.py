@@ -71,7 +71,8 @@ def test_checkpoints_hold_what_trains_and_continue_to_the_same_losses(
     video.train(config(base, folder, cut))
     assert losses(cut) == losses(whole)
     for name in ("attnres.safetensors", "lora/pytorch_lora_weights.safetensors"):
-        assert (cut / name).read_bytes() == (whole / name).read_bytes()
+        one, other = (safetensors.torch.load_file(out / name) for out in (cut, whole))  # their headers have no order
+        assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
     # moved, the same base serves; changed, it does not
     moved = shutil.copytree(base, tmp_path / "moved")
