@@ -3,22 +3,94 @@
 A checkpoint is written into a folder with a temporary name, flushed to the disk, given a manifest of its files and
 only then renamed to `step_<number>`. A folder without a manifest, or whose files differ from it, is never loaded: a
 run that was killed while it wrote continues from the checkpoint before. All processes must see the same disk.
+
+Of a model that starts from a stock checkpoint (the base), frozen weights are not written again: the manifest names the
+base with the hashes of its files, and a run continues on that very base only.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
+import safetensors.torch
+import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from torch import Tensor, nn
+
+import attnres_vision
 
 MANIFEST = "manifest.json"
+TRAINED = "trained.safetensors"
+_BASE_FILES = ("*.safetensors", "*.bin", "config.json", "*.index.json")
 
 
-def save(accelerator: Accelerator, run_dir: Path, step: int, keep: int) -> Path:
-    """Write the state of everything prepared or registered with `accelerator`; keep the `keep` newest checkpoints."""
+def base_of(accelerator: Accelerator, folder: str) -> dict[str, Any]:
+    """What checkpoints say about the base: its `path`, its `revision` (of a snapshot of the hub) and its files' hashes.
+
+    All processes call it; the main one reads the files.
+    """
+    found: list[Any] = [None]
+    if accelerator.is_main_process:
+        path = Path(folder).resolve()
+        files = sorted({file for pattern in _BASE_FILES for file in path.glob(pattern)})
+        hub = path.parent if path.parent.parent.name == "snapshots" else path  # <revision>/transformer
+        found[0] = {
+            "path": str(path),
+            "revision": hub.name if hub.parent.name == "snapshots" else None,
+            "sha256": {file.name: sha256(file) for file in files},
+        }
+    return broadcast_object_list(found)[0]
+
+
+def leave_out_base(accelerator: Accelerator, model: nn.Module) -> None:
+    """Let checkpoints hold of `model` what the base does not: all but its frozen parameters."""
+
+    def save_own(models: list[nn.Module], weights: list[dict[str, Tensor]], folder: str) -> None:
+        weights.clear()  # nothing is left for accelerate to save
+        if accelerator.is_main_process:
+            own = {name: value.contiguous() for name, value in _own_state(model).items()}
+            safetensors.torch.save_file(own, Path(folder) / TRAINED)
+
+    @torch.no_grad()
+    def load_own(models: list[nn.Module], folder: str) -> None:
+        models.clear()
+        stored, own = safetensors.torch.load_file(Path(folder) / TRAINED), _own_state(model)
+        if stored.keys() != own.keys():
+            different = sorted(stored.keys() ^ own.keys())
+            raise ValueError(f"{folder} is of another model: {different[0]!r} is trained in one of them only")
+        for name, value in own.items():
+            value.copy_(stored[name])
+
+    accelerator.register_save_state_pre_hook(save_own)
+    accelerator.register_load_state_pre_hook(load_own)
+
+
+def of_base(model: nn.Module) -> set[str]:
+    """The names of the parameters that stay as the base has them."""
+    depth = {id(parameter) for reader in attnres_vision.readers(model).values() for parameter in reader.parameters()}
+    return {
+        name
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if not parameter.requires_grad and id(parameter) not in depth  # frozen queries are not of the base
+    }
+
+
+def _own_state(model: nn.Module) -> dict[str, Tensor]:
+    base = of_base(model)
+    return {name: value for name, value in model.state_dict().items() if name not in base}
+
+
+def save(accelerator: Accelerator, run_dir: Path, step: int, keep: int, base: dict[str, Any] | None = None) -> Path:
+    """Write the state of everything prepared or registered with `accelerator`; keep the `keep` newest checkpoints.
+
+    `base` is what `base_of` says, of a model of `leave_out_base`.
+    """
     folder = run_dir / "checkpoints"
     final = folder / f"step_{step:08d}"
     writing = folder / f".writing_{step:08d}"
@@ -33,7 +105,7 @@ def save(accelerator: Accelerator, run_dir: Path, step: int, keep: int) -> Path:
         for path in files:
             flush_to_disk(path)
         sizes = {str(path.relative_to(writing)): path.stat().st_size for path in files}
-        manifest = {"step": step, "processes": accelerator.num_processes, "files": sizes}
+        manifest = {"step": step, "processes": accelerator.num_processes, "files": sizes, "base": base}
         (writing / MANIFEST).write_text(json.dumps(manifest, indent=1))
         flush_to_disk(writing / MANIFEST)
         flush_to_disk(writing)
@@ -84,19 +156,42 @@ def find(run_dir: Path, resume: str) -> Path | None:
     return Path(resume)
 
 
-def load(accelerator: Accelerator, checkpoint: Path) -> None:
+def load(accelerator: Accelerator, checkpoint: Path, base: dict[str, Any] | None = None) -> None:
     """Restore everything prepared or registered with `accelerator`.
 
     Raises:
-        ValueError: the checkpoint is of another number of processes, whose random states it cannot give back.
+        ValueError: the checkpoint is of another number of processes, whose random states it cannot give back, or was
+            trained on another base than `base`.
     """
-    processes = json.loads((checkpoint / MANIFEST).read_text())["processes"]
+    manifest = json.loads((checkpoint / MANIFEST).read_text())
+    processes, before = manifest["processes"], manifest["base"]
     if processes != accelerator.num_processes:
         raise ValueError(
             f"{checkpoint} was written by {processes} processes, this run has {accelerator.num_processes}: "
             "continue with the same number"
         )
+    hashes, now = ((of or {}).get("sha256", {}) for of in (before, base))
+    different = sorted(name for name in {*hashes, *now} if hashes.get(name) != now.get(name))
+    if different:
+        raise ValueError(
+            f"{checkpoint} holds what was trained on top of {_named(before)}, and model.pretrained is {_named(base)}, "
+            f"which differs in {', '.join(different)}: continue with the same files, or start over "
+            "in another output_dir"
+        )
     accelerator.load_state(str(checkpoint))
+
+
+def _named(base: dict[str, Any] | None) -> str:
+    return "null" if base is None else base["path"] + (f" (revision {base['revision']})" if base["revision"] else "")
+
+
+def sha256(path: Path) -> str:
+    """The hash of a file."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(2**20):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def flush_to_disk(path: Path) -> None:

@@ -159,7 +159,7 @@ def run_as_processes(runs: list[Run], jobs: int) -> dict[str, str]:
             run, (seconds, error) = waiting[done], done.result()
             result = run.result()
             if error is None and result is not None:
-                top1 = f", top-1 {100 * result['top1']:.2f} %" if "top1" in result else ""
+                top1 = f", val top-1 {100 * result['val_top1']:.2f} %" if "val_top1" in result else ""
                 text = f"val loss {result['val_loss']:.4f}{top1}, {seconds:.0f} s"
             else:
                 failures[run.label] = error or "it ended without a result"

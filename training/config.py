@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 from attnres_vision import AttnResConfig
 
+_STREAMS = ("wds/", "hfids/", "tfds/")  # data sets of timm without an index
+
 
 @dataclasses.dataclass(kw_only=True)
 class ModelConfig:
@@ -53,7 +55,11 @@ class ImageDataConfig:
             a name of `timm.data.create_dataset`: `"wds/..."`, `"hfds/..."`, `"hfids/..."`, `"torch/..."`.
         root: the data set's folder, or the root handed to timm.
         train_split, val_split: names of the splits; for a folder, the folders below `root`.
-        train_samples, val_samples: sizes, for streams (`wds/`, `hfids/`) that do not state their own.
+        test_split: the split that is reported; everything is chosen on `val_split`. None: for a folder, `"test"` where
+            `root` has that; else `val_split` is what is reported, and `val_size` of the training set is chosen on.
+        val_size: what is held out of the training set then, of every class: a share of its images when below 1, else
+            a number of them.
+        train_samples, val_samples, test_samples: sizes, for streams (`wds/`, `hfids/`) that do not state their own.
         num_classes: number of classes.
         input_size: side of the square input, in pixels.
         batch_size: images per optimiser update, over all processes and accumulation steps together.
@@ -74,8 +80,11 @@ class ImageDataConfig:
     root: str | None = None
     train_split: str = "train"
     val_split: str = "val"
+    test_split: str | None = None
+    val_size: float = 0.01
     train_samples: int | None = None
     val_samples: int | None = None
+    test_samples: int | None = None
     num_classes: int = 1000
     input_size: int = 224
     batch_size: int = 1024
@@ -109,6 +118,13 @@ class ImageDataConfig:
             _at_least(f"data.{name}", getattr(self, name), 0)
         for name in ("hflip", "reprob", "mixup_prob", "mixup_switch_prob", "label_smoothing"):
             _check(f"data.{name}", getattr(self, name), 0 <= getattr(self, name) <= 1, "between 0 and 1")
+        whole = self.val_size < 1 or self.val_size == round(self.val_size)
+        _check("data.val_size", self.val_size, self.val_size > 0 and whole, "a share above 0, or a whole number")
+        stream = self.name.startswith(_STREAMS)
+        allowed = "given for streams: what is chosen on cannot be held out of them (data.val_split: other shards of it)"
+        _check("data.test_split", self.test_split, not stream or self.test_split is not None, allowed)
+        splits = (self.train_split, self.val_split, self.test_split)
+        _check("data.train_split, val_split and test_split", splits, len(set(splits)) == 3, "different")
         low, high = self.crop_scale
         _check("data.crop_scale", self.crop_scale, 0 < low <= high <= 1, "0 < low <= high <= 1")
         _check("data.crop_pct", self.crop_pct, 0 < self.crop_pct <= 1, "above 0 and at most 1")

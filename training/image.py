@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 if __name__ == "__main__" and not __package__:  # run as a file: modules are found from the repository, not from here
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -45,16 +45,18 @@ class ImageTask:
 
     unit = "images"
     average: type[NoAverage] = ModelCopy
+    base = None  # nothing but queries is ever frozen
 
     def __init__(self, config: ImageConfig) -> None:
         self.config = config
 
     def make_loader(self, accelerator: Accelerator, parts: int) -> Any:
         self.accelerator = accelerator
-        loader, self.val_loader = data.make_loaders(accelerator, self.config.data, self.config.seed, parts)
+        loaders = data.make_loaders(accelerator, self.config.data, self.config.seed, parts)
+        self.held_out = {"val": loaders.val, "test": loaders.test}
         self.mixup, self.criterion = data.make_mixup(self.config.data), make_criterion(self.config)
-        self.probe = tuple(part[:PROFILE_IMAGES] for part in next(iter(self.val_loader)))
-        return loader
+        self.probe = tuple(part[:PROFILE_IMAGES] for part in next(iter(loaders.val)))
+        return loaders.train
 
     def build_model(self) -> nn.Module:
         return build_model(self.config)
@@ -70,12 +72,12 @@ class ImageTask:
             logits = model(images)
         return self.criterion(logits.float(), targets)
 
-    def evaluate(self, model: nn.Module, average: NoAverage) -> dict[str, float]:
+    def evaluate(self, model: nn.Module, average: NoAverage, split: Literal["val", "test"]) -> dict[str, float]:
         with average.weights(model) as evaluated:
-            return evaluate(self.accelerator, evaluated, self.val_loader)
+            return evaluate(self.accelerator, evaluated, self.held_out[split])
 
-    def describe(self, scores: dict[str, float]) -> str:
-        return f"val loss {scores['loss']:.4f}, top-1 {100 * scores['top1']:.2f} %"
+    def describe(self, scores: dict[str, float], split: Literal["val", "test"]) -> str:
+        return f"{split} loss {scores['loss']:.4f}, {split} top-1 {100 * scores['top1']:.2f} %"
 
     def finish(self, model: nn.Module, average: NoAverage, run_dir: Path) -> dict[str, Any]:
         profile = self.profile(model)
@@ -85,10 +87,14 @@ class ImageTask:
                 safetensors.torch.save_model(evaluated, str(run_dir / "weights.safetensors"))
         return {"profile": profile, "depth_weights": weights}
 
-    def result(self, start: dict[str, Any], scores: dict[str, Any], ending: dict[str, Any]) -> dict[str, Any]:
+    def result(
+        self, start: dict[str, Any], val: dict[str, Any], test: dict[str, Any], ending: dict[str, Any]
+    ) -> dict[str, Any]:
         return {
-            "val_loss": scores["loss"],
-            "top1": scores["top1"],
+            "val_loss": val["loss"],
+            "val_top1": val["top1"],
+            "test_loss": test["loss"],
+            "test_top1": test["top1"],
             "gflops": measure.forward_gflops(self.build_model, lambda m: m(torch.empty(1, *self.probe[0].shape[1:]))),
             "profile": {"start": start.get("profile", []), "end": ending["profile"]},
             "depth_weights": ending["depth_weights"],
@@ -132,7 +138,7 @@ def make_criterion(config: ImageConfig) -> nn.Module:
 
 @torch.no_grad()
 def evaluate(accelerator: Accelerator, model: nn.Module, loader: Any) -> dict[str, float]:
-    """Mean cross entropy and top-1 accuracy over the whole validation set, every image once."""
+    """Mean cross entropy and top-1 accuracy over a whole split, every image once."""
     was_training = model.training
     model.eval()
     total = torch.zeros(3, dtype=torch.float64, device=accelerator.device)

@@ -8,7 +8,6 @@ only then entered into the manifest; a row that is read is compared with its che
 
 from __future__ import annotations
 
-import hashlib
 import os
 import zlib
 from collections.abc import Callable
@@ -20,11 +19,11 @@ import safetensors.torch
 import torch
 from torch.utils.data import Dataset
 
-from training.checkpoint import flush_to_disk
+from training.checkpoint import flush_to_disk, sha256
 from training.loop import read_json, write_json
 from training.text import Text
 from training.video_data_config import VideoDataConfig
-from training.video_files import held_out_names
+from training.video_files import described, sides
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -35,7 +34,7 @@ def write_shard(folder: Path, name: str, tensors: dict[str, torch.Tensor]) -> di
     writing, final = folder / f".writing-{name}", folder / name
     safetensors.torch.save_file(tensors, writing)
     flush_to_disk(writing)
-    record = {"file": name, "bytes": writing.stat().st_size, "sha256": _sha256(writing)}
+    record = {"file": name, "bytes": writing.stat().st_size, "sha256": sha256(writing)}
     os.replace(writing, final)
     flush_to_disk(folder)
     rows = len(next(iter(tensors.values())))
@@ -54,7 +53,7 @@ def what_is_wrong(folder: Path, shard: dict[str, Any], thorough: bool) -> str | 
         return f"{path} is missing"
     if path.stat().st_size != shard["bytes"]:
         return f"{path} has {path.stat().st_size} bytes, not {shard['bytes']}"
-    if thorough and _sha256(path) != shard["sha256"]:
+    if thorough and sha256(path) != shard["sha256"]:
         return f"{path} is damaged (its hash differs)"
     return None
 
@@ -169,11 +168,11 @@ class LatentClips(Dataset):
         return {"clip": clip, **self.text_of(self.captions[index]), "index": torch.tensor(index)}
 
 
-def latent_datasets(config: VideoDataConfig) -> tuple[LatentClips, LatentClips]:
-    """The training and the validation set of encoded clips, split by `val_split` as files are; they share no frame.
+def latent_datasets(config: VideoDataConfig) -> tuple[LatentClips, LatentClips, LatentClips]:
+    """The training, the validation and the test set of encoded clips, split as files are; they share no frame.
 
     Raises:
-        FileNotFoundError, ValueError: as in `read_manifest`; one of the sets is empty.
+        FileNotFoundError, ValueError: as in `read_manifest` and `video_files.sides`; one of the sets is empty.
     """
     folder = Path(config.root or "")
     manifest = read_manifest(folder)
@@ -181,31 +180,27 @@ def latent_datasets(config: VideoDataConfig) -> tuple[LatentClips, LatentClips]:
     for shard in manifest["clips"]:
         for sample in shard["samples"]:
             starts.setdefault(sample["file"], []).append(sample["start"])
-    if config.val_split == "file":
-        held_out = held_out_names(list(starts), config)
-        first_held_out = {name: 0 if name in held_out else float("inf") for name in starts}
-    else:
-        first_held_out = {name: _cut(sorted(values), config.val_fraction) for name, values in starts.items()}
-    train = LatentClips(folder, manifest, lambda name, start: start < first_held_out[name])
-    val = LatentClips(folder, manifest, lambda name, start: start >= first_held_out[name])
-    for side, dataset in (("training", train), ("validation", val)):
+    side: dict[tuple[str, int], str] = {}
+    of_file = sides(list(starts), config) if config.val_split == "file" else {}
+    for name, values in starts.items():
+        parts = [of_file[name]] * len(values) if of_file else _in_turn(len(values), config)
+        side.update({(name, start): part for start, part in zip(sorted(values), parts, strict=True)})
+
+    def clips_of(part: str) -> LatentClips:
+        return LatentClips(folder, manifest, lambda name, start: side[name, start] == part)
+
+    train, val, test = clips_of("train"), clips_of("val"), clips_of("test")
+    for part, dataset in (("training", train), ("validation", val), ("test", test)):
         if len(dataset) == 0:
             raise ValueError(
-                f"the {side} set is empty: {sum(map(len, starts.values()))} clips of {len(starts)} files in {folder}, "
-                f"data.val_split {config.val_split!r}, data.val_fraction {config.val_fraction}"
+                f"the {part} set is empty: {sum(map(len, starts.values()))} clips of {len(starts)} files in {folder}, "
+                f"{described(config)}"
             )
-    return train, val
+    return train, val, test
 
 
-def _cut(starts: list[int], fraction: float) -> float:
-    """The first held out of a file's clips, which do not overlap; none if there is only one."""
-    count = max(1, round(len(starts) * fraction))
-    return starts[-count] if count < len(starts) else float("inf")
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        digest = hashlib.sha256()
-        while chunk := file.read(2**20):
-            digest.update(chunk)
-    return digest.hexdigest()
+def _in_turn(count: int, config: VideoDataConfig) -> list[str]:
+    """What the clips of a file are for, in time: training, test, validation; less than three are for training."""
+    val, test = (max(1, round(count * fraction)) for fraction in (config.val_fraction, config.test_fraction))
+    train = count - val - test
+    return ["train"] * count if train < 1 else ["train"] * train + ["test"] * test + ["val"] * val

@@ -36,7 +36,7 @@ def buckets(
         for name, loss in losses.items():
             axes[0].plot(x, loss.mean(0), color=palette[name], marker="o", markersize=3)
             axes[0].fill_between(x, loss.min(0), loss.max(0), color=palette[name], alpha=0.15, linewidth=0)
-        axes[0].set_ylabel("validation loss")
+        axes[0].set_ylabel("test loss")
         if differences:
             axes[1].axhline(0, color="0.6", linewidth=0.8, zorder=0)
             for index, (name, values) in enumerate(differences.items()):

@@ -78,7 +78,7 @@ def draw(folder: Path, summary: dict[str, Any], chosen: dict[str, list[Result]])
         plots.loss_curves(path, panels, palette, columns=3)
 
     compared = {variant: summary["variants"][variant].get("difference") for variant in names}
-    others = [variant for variant in names if compared[variant] and compared[variant]["val_loss"]]
+    others = [variant for variant in names if compared[variant] and compared[variant]["test_loss"]]
     if others:
         path = add(
             "difference",
@@ -90,7 +90,7 @@ def draw(folder: Path, summary: dict[str, Any], chosen: dict[str, list[Result]])
             for metric in tables.task_of(summary).metrics
             if metric.axis and all(compared[variant].get(metric.key) for variant in others)
         ]
-        metrics.sort(key=lambda metric: metric.key != "val_loss")  # what the table is about comes first
+        metrics.sort(key=lambda metric: metric.key != "test_loss")  # what the table is about comes first
         plots.differences(
             path,
             [(m.axis, {v: [s * m.factor for s in compared[v][m.key]["values"]] for v in others}) for m in metrics],
@@ -121,7 +121,8 @@ def draw(folder: Path, summary: dict[str, Any], chosen: dict[str, list[Result]])
     sweeps = {variant: summary["variants"][variant]["learning_rates"] for variant in names}
     if any(len(rates) > 1 for rates in sweeps.values()):
         path = add(
-            "rates", "learning_rates", "Final validation loss against the learning rate; band: range over the seeds."
+            *("rates", "learning_rates"),
+            "Final validation loss, by which a learning rate is chosen, against it; band: range over the seeds.",
         )
         values = {v: {float(r): found["values"] for r, found in rates.items()} for v, rates in sweeps.items()}
         plots.learning_rates(path, values, palette)
@@ -166,7 +167,7 @@ def compose(summary: dict[str, Any], drawn: dict[str, list[Block]]) -> list[Bloc
         ]
     if drawn["rates"]:
         blocks += [
-            Block("heading", "Learning rates (final validation loss)"),
+            Block("heading", "Learning rates (chosen on validation, reported on test)"),
             Block("table", rows=tables.rate_table(summary)),
             *drawn["rates"],
         ]

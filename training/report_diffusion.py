@@ -47,7 +47,7 @@ def sample_blocks(folder: Path, chosen: Mapping[str, Sequence[Result]]) -> list[
     generate.write_grid_gif(folder / "samples.gif", rows, samples["fps"])
     text = (
         f"Samples of each variant's run with seed {first.seed}, from the same noise in every row (sampling seed "
-        f"{samples['seed']}); what is real is a clip of the data with that caption, not a target."
+        f"{samples['seed']}); what is real is a test clip with that caption, not a target."
     )
     blocks.append(Block("plot", text, path=folder / "samples.gif"))
     for number, caption in enumerate(dict.fromkeys(captions[i] for i in shown)):
@@ -65,7 +65,7 @@ def sample_blocks(folder: Path, chosen: Mapping[str, Sequence[Result]]) -> list[
 def bucket_blocks(
     folder: Path, summary: Mapping[str, Any], chosen: Mapping[str, Sequence[Result]], palette: Mapping[str, str]
 ) -> list[Block]:
-    """Table and plot of the validation loss per range of noise levels."""
+    """Table and plot of the test loss per range of noise levels."""
     found = {name: summary["variants"][name]["buckets"] for name in chosen if summary["variants"][name].get("buckets")}
     if not found:
         return []
@@ -80,7 +80,7 @@ def bucket_blocks(
     }
     plots_diffusion.buckets(folder / "buckets.png", ranges, losses, differences, summary["baseline"], palette)
     text = (
-        "Final validation loss by noise level, on the same clips and noise for all. Line and band: mean and range over "
+        "Final test loss by noise level, on the same clips and noise for all. Line and band: mean and range over "
         "the seeds."
     )
     if differences:
@@ -148,9 +148,10 @@ def sweep_blocks(folder: Path, groups: Sequence[dict[str, Any]]) -> list[Block]:
         return []
     plots_diffusion.sweep(folder / "sweep.png", groups)
     text = (
-        f"Final validation loss of every setting; mean and range over the seeds. Dashed, with its band: the best of "
-        f"{len(groups[0]['settings'])} settings of {groups[0]['label']}. Last column of the table: difference to the "
-        f"best of {groups[0]['label']} with the learning rate of the kind's best setting."
+        f"Final validation loss of every setting, by which the best ones are chosen; mean and range over the seeds. "
+        f"Dashed, with its band: the best of {len(groups[0]['settings'])} settings of {groups[0]['label']}. Test "
+        f"losses and differences are of the chosen settings; the last column is the difference to the best of "
+        f"{groups[0]['label']} with the learning rate of the kind's best setting."
     )
     shown = "Everything below and the plots above show the best setting of each kind; the first table has them all."
     return [

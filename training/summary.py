@@ -71,13 +71,13 @@ def summarise(
             ],
             "without_curves": [str(run.folder) for run in runs if not len(run.curve("eval")[0])],
         }
-        if first.get("val_loss_untrained") is not None:
-            entry["val_loss_untrained"] = _mean_of(runs, "val_loss_untrained")
+        if first.get("test_loss_untrained") is not None:
+            entry["test_loss_untrained"] = _mean_of(runs, "test_loss_untrained")
         if first.get("frechet"):
             found = first["frechet"]
             counted = f"{found['real']} real and {found['generated']} generated clips"
             entry["frechet_extractor"] = f"features of {found['extractor']}, {counted}"
-        if first.get("buckets"):
+        if first.get("test_buckets"):
             entry["buckets"] = buckets(runs, base if name != baseline else [])
         if name != baseline and base:
             entry["difference"] = {metric.key: paired(runs, base, metric.of) for metric in final}
@@ -90,7 +90,7 @@ def summarise(
 
 
 def best_rate(runs: Sequence[Result]) -> float:
-    """The learning rate with the lowest final validation loss, mean over seeds."""
+    """The learning rate with the lowest final validation loss, mean over seeds. The test set has no say in it."""
     rates = sorted({run.lr for run in runs})
     return min(rates, key=lambda rate: statistics.fmean(run.result["val_loss"] for run in runs if run.lr == rate))
 
@@ -130,12 +130,12 @@ def paired(
 
 
 def buckets(runs: Sequence[Result], base: Sequence[Result]) -> list[dict[str, Any]]:
-    """The validation loss per range of noise levels: spread over the seeds, and differences to the baseline."""
+    """The test loss per range of noise levels: spread over the seeds, and differences to the baseline."""
     found = []
-    for index, bucket in enumerate(runs[0].result["buckets"]):
+    for index, bucket in enumerate(runs[0].result["test_buckets"]):
 
         def loss(result: dict[str, Any], key: str = "loss", index: int = index) -> float | None:
-            of_run = result.get("buckets") or []
+            of_run = result.get("test_buckets") or []
             return of_run[index].get(key) if index < len(of_run) else None
 
         raw = [loss(run.result, "loss_raw") for run in runs]
@@ -143,7 +143,7 @@ def buckets(runs: Sequence[Result], base: Sequence[Result]) -> list[dict[str, An
             {
                 "low": bucket["low"],
                 "high": bucket["high"],
-                "loss": spread([run.result["buckets"][index]["loss"] for run in runs]),
+                "loss": spread([run.result["test_buckets"][index]["loss"] for run in runs]),
                 "loss_raw": spread(known) if len(known := [value for value in raw if value is not None]) else None,
                 "difference": paired(runs, base, loss),
             }

@@ -22,11 +22,12 @@ def sweep(results: Sequence[Result], baseline: str) -> list[dict[str, Any]]:
     """The groups of a table, the baseline's first; empty if the table is no sweep.
 
     Returns:
-        For each group `{"label", "axes", "settings", "best", "edges", "difference", "difference_same_lr"}`: the numeric
-        fields that vary in it; its settings `{"variant", "lr", "values", "val_loss"}` with the axes' values and the
-        spread over the seeds; the setting with the lowest mean; the axes on which that is the least or the largest
-        value tried; its differences, by seed, to the baseline group's best, and to the best of those with its own
-        learning rate (None without one).
+        For each group `{"label", "axes", "settings", "best", "test_loss", "edges", "difference",
+        "difference_same_lr"}`: the numeric fields that vary in it; its settings `{"variant", "lr", "values",
+        "val_loss"}` with the axes' values and the spread over the seeds; the setting with the lowest mean validation
+        loss, which is the one reported, and its test loss; the axes on which it is the least or the largest value
+        tried; its differences in test loss, by seed, to the baseline group's best, and to the best of those with its
+        own learning rate (None without one).
     """
     runs: dict[tuple[str, float], list[Result]] = {}
     for result in results:
@@ -51,7 +52,7 @@ def sweep(results: Sequence[Result], baseline: str) -> list[dict[str, Any]]:
             if others:
                 other = _lowest(others)
                 pair = runs[best["variant"], best["lr"]], runs[other["variant"], other["lr"]]
-                entry[key] = paired(*pair, lambda result: result["val_loss"])
+                entry[key] = paired(*pair, lambda result: result["test_loss"])
     return found
 
 
@@ -106,7 +107,8 @@ def _entry(
         name for name in kinds if len({repr(value) for value in varying[name].values() if value is not None}) > 1
     ]
     label = ", ".join(filter(None, (_word(name, varying[name][members[0]]) for name in telling))) or members[0][0]
-    entry = {"label": label, "axes": inside, "settings": settings, "best": best, "edges": edges}
+    test_loss = spread([run.result["test_loss"] for run in runs[best["variant"], best["lr"]]])
+    entry = {"label": label, "axes": inside, "settings": settings, "best": best, "test_loss": test_loss, "edges": edges}
     return {**entry, "difference": None, "difference_same_lr": None}
 
 

@@ -37,20 +37,25 @@ def variant_table(summary: dict[str, Any]) -> list[list[str]]:
 
 
 def rate_table(summary: dict[str, Any]) -> list[list[str]]:
-    """Final validation loss of every learning rate of every variant."""
+    """Final validation loss of every learning rate of every variant, and the test loss with the chosen one."""
     variants = summary["variants"]
     rates = sorted({rate for entry in variants.values() for rate in entry["learning_rates"]}, key=float)
-    rows = [["variant", "best learning rate", *rates]]
+    rows = [["variant", "chosen on validation", *(f"val loss at {rate}" for rate in rates), "test loss of the chosen"]]
     for variant, entry in variants.items():
         found = entry["learning_rates"]
         rows.append(
-            [variant, f"{entry['best_learning_rate']:g}", *(shown_spread(found.get(rate), 4) for rate in rates)]
+            [
+                variant,
+                f"{entry['best_learning_rate']:g}",
+                *(shown_spread(found.get(rate), 4) for rate in rates),
+                shown_spread(entry["test_loss"], 4),
+            ]
         )
     return rows
 
 
 def bucket_table(summary: dict[str, Any]) -> list[list[str]]:
-    """Final validation loss per range of noise levels, and below each variant its difference to the baseline."""
+    """Final test loss per range of noise levels, and below each variant its difference to the baseline."""
     entries = {name: entry["buckets"] for name, entry in summary["variants"].items() if entry.get("buckets")}
     first = next(iter(entries.values()))
     rows = [["variant", *(f"sigma {bucket['low']:g} to {bucket['high']:g}" for bucket in first)]]
@@ -72,10 +77,10 @@ def _best_of(group: dict[str, Any]) -> str:
 
 
 def sweep_table(groups: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Every kind of model in a sweep with the number of its settings and the best one."""
-    rows = [
-        ["kind", "settings", "runs", "best setting", "val loss", "worst setting", f"Δ to best {groups[0]['label']}"]
-    ]
+    """Every kind of model in a sweep with the number of its settings and the one chosen on validation."""
+    compared = f"Δ test loss to best {groups[0]['label']}"
+    rows = [["kind", "settings", "runs", "chosen on validation", "its val loss", "worst val loss", "its test loss"]]
+    rows[0] += [compared, f"{compared} at its learning rate"]
     for group in groups:
         values = [setting["val_loss"]["mean"] for setting in group["settings"]]
         rows.append(
@@ -86,6 +91,7 @@ def sweep_table(groups: Sequence[dict[str, Any]]) -> list[list[str]]:
                 setting_text(group["best"]) or group["best"]["variant"],
                 shown_spread(group["best"]["val_loss"], 4),
                 f"{max(values):.4f}",
+                shown_spread(group["test_loss"], 4),
                 shown_spread(group["difference"], 4, sign=True),
                 shown_spread(group["difference_same_lr"], 4, sign=True),
             ]
@@ -117,7 +123,7 @@ def conclusions(summary: dict[str, Any]) -> list[str]:
     sentences = []
     baseline, groups = summary["baseline"], summary.get("sweep") or []
     for name, entry in summary["variants"].items() if not groups else ():  # of a sweep: the best of each kind, below
-        difference = (entry.get("difference") or {}).get("val_loss")
+        difference = (entry.get("difference") or {}).get("test_loss")
         if not difference:
             continue
         values, number = difference["values"], len(difference["values"])
@@ -139,32 +145,40 @@ def conclusions(summary: dict[str, Any]) -> list[str]:
                     f"lower with {better} of {number} seeds ({shown}; mean {difference['mean']:+.4f}, standard "
                     f"deviation {difference['sd']:.4f}): these seeds do not tell it from {baseline}."
                 )
-        sentences.append(f"{name} against {baseline}, validation loss: {text}")
+        sentences.append(f"{name} against {baseline}, test loss: {text}")
     controls = [
         name
         for name in summary["variants"]
         if summary["config_differences"].get("model.freeze_queries", {}).get(name) is True
     ]
     for name in controls:
-        values = ((summary["variants"][name].get("difference") or {}).get("val_loss") or {}).get("values", [])
+        values = ((summary["variants"][name].get("difference") or {}).get("test_loss") or {}).get("values", [])
         if values:
             sentences.append(
                 f"{name} computes the standard residual through the AttnRes code, so its differences (up to "
-                f"{max(map(abs, values)):.4f} in validation loss) are what rounding alone does to a run of this "
+                f"{max(map(abs, values)):.4f} in test loss) are what rounding alone does to a run of this "
                 "length; a difference of that size means nothing."
             )
     sentences += _sweep_sentences(groups)
-    if groups or any(len(entry.get("learning_rates", ())) > 1 for entry in summary["variants"].values()):
-        what = "kind of model stands with its best setting" if groups else "variant stands with its best learning rate"
-        sentences.append(
-            f"Each {what}, picked by the same validation losses that "
-            "are compared here, so all of them look a little better than on new data."
-        )
+    sentences += _choices(summary)
     sentences.append(
         "All of this holds for this data set, model, length of training and learning rates only. Differences are "
         "paired by seed: same initial weights of the shared parameters, same order of the data."
     )
     return sentences
+
+
+def _choices(summary: dict[str, Any]) -> list[str]:
+    """What was chosen on the validation set."""
+    groups = summary.get("sweep") or []
+    if groups:
+        chosen = [f"{group['label']}: {setting_text(group['best']) or group['best']['variant']}" for group in groups]
+    else:
+        variants = summary["variants"].items()
+        chosen = [f"{n}: lr {e['best_learning_rate']:g}" for n, e in variants if len(e.get("learning_rates", ())) > 1]
+    if not chosen:
+        return []
+    return [f"Chosen on validation: {'; '.join(chosen)}. Reported on test, which no choice has seen."]
 
 
 def _sweep_sentences(groups: Sequence[dict[str, Any]]) -> list[str]:
@@ -182,7 +196,7 @@ def _sweep_sentences(groups: Sequence[dict[str, Any]]) -> list[str]:
             verdict = f"{'lower' if values[0] < 0 else 'higher'} with every one of the {number} seeds"
         else:
             verdict = f"lower with {sum(value < 0 for value in values)} of {number} seeds: not told apart"
-        text = f"The {_best_of(group)} against the {_best_of(groups[0])}, validation loss: {shown}; {verdict}."
+        text = f"The {_best_of(group)} against the {_best_of(groups[0])}, test loss: {shown}; {verdict}."
         if group["difference_same_lr"] and group["best"]["lr"] != groups[0]["best"]["lr"]:
             same = ", ".join(f"{value:+.4f}" for value in group["difference_same_lr"]["values"])
             text += f" Against {groups[0]['label']} at its own learning rate, {group['best']['lr']:g}: {same}."
@@ -210,6 +224,7 @@ def notes(summary: dict[str, Any]) -> str:
     notes = [
         f"Mean ± standard deviation over {' to '.join(map(str, seeds))} seed{'s' if seeds != [1] else ''}, "
         f"{entries[0]['steps']} steps; Δ: paired by seed, against {summary['baseline']}.",
+        "val: the validation set, by which everything is chosen; test: the test set, evaluated once after training.",
         f"GFLOPs: one forward pass of one {task.unit.removesuffix('s')}, 2 per multiply-add.",
         *_video_notes(entries),
     ]
@@ -252,17 +267,17 @@ def shown_spread(value: dict[str, Any] | None, digits: int | None, sign: bool = 
 def _video_notes(entries: Sequence[dict[str, Any]]) -> list[str]:
     """What the columns of generation mean, as far as there are any."""
     found = []
-    if any(entry.get("val_loss_raw") for entry in entries):
+    if any(entry.get("test_loss_raw") for entry in entries):
         found.append(
-            "val flow loss: of the moving average of the weights (EMA), on a fixed grid of clips, noise levels"
+            "val and test flow loss: of the moving average of the weights (EMA), on a fixed grid of clips, noise levels"
         )
         found[-1] += " and noise; without EMA: of the weights themselves."
-    untrained = [entry["val_loss_untrained"] for entry in entries if entry.get("val_loss_untrained") is not None]
+    untrained = [entry["test_loss_untrained"] for entry in entries if entry.get("test_loss_untrained") is not None]
     if untrained:
-        found.append(f"Before training: {min(untrained):.4f}" + _to(untrained) + ".")
+        found.append(f"Test loss before training: {min(untrained):.4f}" + _to(untrained) + ".")
     extractors = {entry["frechet_extractor"] for entry in entries if entry.get("frechet_extractor")}
     if extractors:
-        text = "it is larger for fewer clips, so read it between the variants of this table only"
+        text = "to test clips; it is larger for fewer clips, so read it between the variants of this table only"
         found.append(f"Fréchet distance: {'; '.join(sorted(extractors))}; {text}.")
     return found
 

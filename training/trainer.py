@@ -7,7 +7,7 @@ into `output_dir`. An interrupted run continues where it was when the same comma
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from accelerate import Accelerator
@@ -36,6 +36,10 @@ class Task(Protocol):
     unit: str
     average: type[NoAverage]
 
+    @property
+    def base(self) -> str | None:
+        """The folder of the stock checkpoint that frozen parameters come from; None if they come from none."""
+
     def build_model(self) -> nn.Module:
         """The model on the current default device; on `meta` for counting memory and FLOPs before and after."""
 
@@ -48,17 +52,22 @@ class Task(Protocol):
     def loss(self, model: nn.Module, batch: Any, micro_step: int) -> torch.Tensor:
         """The loss of one micro-batch, a scalar. Global random numbers are seeded by (seed, micro-step, rank)."""
 
-    def evaluate(self, model: nn.Module, average: NoAverage) -> dict[str, float]:
-        """Scores on the validation data, `loss` among them; all processes call it and get the same."""
+    def evaluate(self, model: nn.Module, average: NoAverage, split: Literal["val", "test"]) -> dict[str, float]:
+        """Scores on a split, `loss` among them; all processes call it and get the same."""
 
-    def describe(self, scores: dict[str, float]) -> str:
-        """The scores, on a line."""
+    def describe(self, scores: dict[str, float], split: Literal["val", "test"]) -> str:
+        """The scores, on a line that names the split."""
 
     def finish(self, model: nn.Module, average: NoAverage, run_dir: Path) -> dict[str, Any]:
         """What only the trained model can say; all processes call it. The main one saves the weights."""
 
-    def result(self, start: dict[str, Any], scores: dict[str, Any], ending: dict[str, Any]) -> dict[str, Any]:
-        """The task's own fields of `result.json`, `val_loss` among them, on the main process."""
+    def result(
+        self, start: dict[str, Any], val: dict[str, Any], test: dict[str, Any], ending: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The task's own fields of `result.json`, `val_loss` and `test_loss` among them, on the main process.
+
+        What depends on a split says so in its name. Reports choose by `val_*` and show `test_*`.
+        """
 
 
 def train(task: Task) -> dict[str, Any]:
@@ -98,9 +107,13 @@ def train(task: Task) -> dict[str, Any]:
     progress = loop.Progress()
     metrics = loop.Metrics(accelerator, run_dir, ("loss", "grad_norm"))
     accelerator.register_for_checkpointing(progress, *([average] if average else []))
+    base = None
+    if task.base is not None and checkpoint.of_base(bare_model):
+        base = checkpoint.base_of(accelerator, task.base)
+        checkpoint.leave_out_base(accelerator, bare_model)
     restored = checkpoint.find(run_dir, config.resume)
     if restored is not None:
-        checkpoint.load(accelerator, restored)
+        checkpoint.load(accelerator, restored, base)
         accelerator.print(f"continuing from {restored}")
     metrics.truncate(progress.step)
     if progress.step == 0:
@@ -145,17 +158,19 @@ def train(task: Task) -> dict[str, Any]:
             bar.set_postfix(loss=f"{metrics.flush()['loss']:.3f}", refresh=False)
         if last or due(step, config.eval_interval):
             metrics.flush()
-            scores = task.evaluate(bare_model, average)
+            scores = task.evaluate(bare_model, average, "val")
             metrics.evaluation({**where, **scores})
-            accelerator.print(f"step {step}/{steps}: {task.describe(scores)}")
+            accelerator.print(f"step {step}/{steps}: {task.describe(scores, 'val')}")
         if last or due(step, config.checkpoint_interval):
             metrics.flush()
-            checkpoint.save(accelerator, run_dir, step, config.keep_checkpoints)
+            checkpoint.save(accelerator, run_dir, step, config.keep_checkpoints, base)
     bar.close()
 
     ####################################################################################################################
     # Result
     ####################################################################################################################
+    tested = task.evaluate(bare_model, average, "test")  # once: no decision about a run can rest on it
+    accelerator.print(f"trained: {task.describe(tested, 'test')}")
     ending = task.finish(bare_model, average, run_dir)
     result: dict[str, Any] = {}
     if accelerator.is_main_process:
@@ -178,7 +193,7 @@ def train(task: Task) -> dict[str, Any]:
             "processes": accelerator.num_processes,
             "environment": measure.environment(accelerator.device),
             "config": to_fields(config),
-            **task.result(loop.read_json(run_dir / loop.START) or {}, final, ending),
+            **task.result(loop.read_json(run_dir / loop.START) or {}, final, tested, ending),
         }
         loop.write_json(run_dir / loop.RESULT, result)
     for tracker in accelerator.trackers:

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 if __name__ == "__main__" and not __package__:  # run as a file: modules are found from the repository, not from here
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -46,6 +46,10 @@ class VideoTask:
     unit = "clips"
     average: type[NoAverage] = TrainedParameters
 
+    @property
+    def base(self) -> str | None:
+        return self.config.model.pretrained
+
     def __init__(self, config: VideoConfig) -> None:
         self.config = config
         self.objective = make_objective(config.objective)
@@ -58,27 +62,30 @@ class VideoTask:
     def make_loader(self, accelerator: Accelerator, parts: int) -> Any:
         config = self.config
         self.accelerator = accelerator
-        loader, self.val_loader = video_data.make_loaders(accelerator, config.data, config.text, config.seed, parts)
-        self.train_set: Any = loader.dataset
-        self.val_set: Any = self.val_loader.dataset
-        self.empty_text = {name: value.to(accelerator.device) for name, value in self.val_set.empty_text.items()}
+        loaders = video_data.make_loaders(accelerator, config.data, config.text, config.seed, parts)
+        self.held_out = {"val": loaders.val, "test": loaders.test}
+        self.test_set: Any = loaders.test.dataset
+        self.empty_text = {name: value.to(accelerator.device) for name, value in self.test_set.empty_text.items()}
         if config.sampling.vae is not None:  # what is needed after the last step is looked at before the first one
             encoders.vae_folder(config.sampling.vae)
         if config.sampling.frechet:
             from training.frechet import FrechetDistance  # torchmetrics
 
             FrechetDistance(config.sampling.extractor)
+            if len(self.test_set) < 2:
+                raise ValueError("sampling.frechet must be 0 for a test set of one clip: it compares with these")
         for caption in config.sampling.captions or ():
-            if caption not in self.train_set.caption_texts:
-                raise ValueError(f"sampling.captions must be captions of the data set, got {caption!r}")
-        self.probe = next(iter(self.val_loader))
+            if caption not in self.test_set.caption_texts:
+                raise ValueError(f"sampling.captions must be captions of the test set, got {caption!r}")
+        self.probe = next(iter(loaders.val))
         self.probe = {name: value[:PROBE_CLIPS] for name, value in self.probe.items()}
-        return loader
+        return loaders.train
 
     def start(self, model: nn.Module) -> dict[str, Any]:
-        scores = self.evaluate(model, NoAverage(model, None))
-        self.accelerator.print(f"untrained: {self.describe(scores)}")
-        return {"scores": scores, "profile": self.profile(model)}
+        plain = NoAverage(model, None)
+        untrained = {"val": self.evaluate(model, plain, "val"), "test": self.evaluate(model, plain, "test")}
+        self.accelerator.print(f"untrained: {self.describe(untrained['val'], 'val')}")
+        return {"scores": untrained, "profile": self.profile(model)}
 
     def loss(self, model: nn.Module, batch: Any, micro_step: int) -> Tensor:
         clean = batch["clip"]
@@ -117,20 +124,20 @@ class VideoTask:
     ####################################################################################################################
     # Evaluation
     ####################################################################################################################
-    def evaluate(self, model: nn.Module, average: NoAverage) -> dict[str, float]:
-        """Validation loss on the grid: over all, and per bucket; of the moving average, and of the weights (`_raw`)."""
+    def evaluate(self, model: nn.Module, average: NoAverage, split: Literal["val", "test"]) -> dict[str, float]:
+        """Loss on the grid: over all, and per bucket; of the moving average, and of the weights (`_raw`)."""
         with average.weights(model) as evaluated:
-            scores = self.grid_loss(evaluated)
-        raw = self.grid_loss(model) if average else {}
+            scores = self.grid_loss(evaluated, self.held_out[split])
+        raw = self.grid_loss(model, self.held_out[split]) if average else {}
         return {**scores, **{f"{name}_raw": value for name, value in raw.items()}}
 
     @torch.no_grad()
-    def grid_loss(self, model: nn.Module) -> dict[str, float]:
-        """Mean squared error over the grid of validation clips and noise levels, every clip once."""
+    def grid_loss(self, model: nn.Module, loader: Any) -> dict[str, float]:
+        """Mean squared error over the grid of a split's clips and noise levels, every clip once."""
         was_training = model.training
         model.eval()
         rows = []
-        for batch in self.val_loader:
+        for batch in loader:
             errors = [self.grid_error(model, batch, column) for column in range(len(self.levels))]
             # drops the clips that were handed out twice to fill the last batch
             rows.append(self.accelerator.gather_for_metrics(torch.stack(errors, 1)).double().cpu())
@@ -140,7 +147,7 @@ class VideoTask:
         return {"loss": losses.mean().item(), **{f"bucket_{i}": value.item() for i, value in enumerate(buckets)}}
 
     def grid_error(self, model: nn.Module, batch: Mapping[str, Tensor], column: int) -> Tensor:
-        """The squared error of a batch of validation clips at one noise level of the grid, (B,)."""
+        """The squared error of a batch of held out clips at one noise level of the grid, (B,)."""
         clean = batch["clip"]
         level = self.levels[column].to(clean.device).expand(len(clean))
         noise = torch.stack([_grid_noise(int(index), column, clean[0]) for index in batch["index"]])
@@ -148,9 +155,9 @@ class VideoTask:
         prediction = self.predict(model, self.objective.add_noise(clean, noise, level), level, text)
         return squared_error(prediction, self.objective.target(clean, noise, level))
 
-    def describe(self, scores: dict[str, float]) -> str:
+    def describe(self, scores: dict[str, float], split: Literal["val", "test"]) -> str:
         raw = f" (weights themselves {scores['loss_raw']:.4f})" if "loss_raw" in scores else ""
-        return f"val loss {scores['loss']:.4f}{raw}"
+        return f"{split} loss {scores['loss']:.4f}{raw}"
 
     def probe_loss(self, model: nn.Module, column: int | None = None) -> Tensor:
         """The loss on a fixed batch at one noise level of the grid, or at all of them, for the diagnostics."""
@@ -194,22 +201,26 @@ class VideoTask:
             evaluated.train()
         return ending
 
-    def result(self, start: dict[str, Any], scores: dict[str, Any], ending: dict[str, Any]) -> dict[str, Any]:
+    def result(
+        self, start: dict[str, Any], val: dict[str, Any], test: dict[str, Any], ending: dict[str, Any]
+    ) -> dict[str, Any]:
         count = self.config.evaluation.buckets
-        buckets = [
-            {
-                "low": number / count,
-                "high": (number + 1) / count,
-                "loss": scores[f"bucket_{number}"],
-                "loss_raw": scores.get(f"bucket_{number}_raw"),
-            }
-            for number in range(count)
-        ]
+        fields: dict[str, Any] = {}
+        for split, scores in (("val", val), ("test", test)):
+            fields[f"{split}_loss"] = scores["loss"]
+            fields[f"{split}_loss_raw"] = scores.get("loss_raw")
+            fields[f"{split}_loss_untrained"] = start.get("scores", {}).get(split, {}).get("loss")
+            fields[f"{split}_buckets"] = [
+                {
+                    "low": number / count,
+                    "high": (number + 1) / count,
+                    "loss": scores[f"bucket_{number}"],
+                    "loss_raw": scores.get(f"bucket_{number}_raw"),
+                }
+                for number in range(count)
+            ]
         return {
-            "val_loss": scores["loss"],
-            "val_loss_raw": scores.get("loss_raw"),
-            "val_loss_untrained": start.get("scores", {}).get("loss"),
-            "buckets": buckets,
+            **fields,
             "gflops": measure.forward_gflops(self.build_model, self.forward_on_meta),
             "profile": {"start": start.get("profile", []), "end": ending["profile"]},
             "depth_weights": ending.get("depth_weights", []),
@@ -228,19 +239,19 @@ class VideoTask:
     # Samples
     ####################################################################################################################
     def captions(self, count: int) -> list[str]:
-        """Captions in turns."""
-        known = self.config.sampling.captions or self.train_set.caption_texts
+        """Captions in turns: those of the test set, not of training."""
+        known = self.config.sampling.captions or self.test_set.caption_texts
         return [known[index % len(known)] for index in range(count)]
 
     @torch.no_grad()
     def samples(self, model: nn.Module, captions: list[str]) -> Iterator[Tensor]:
         """Generated clips in pixels, on the CPU, in batches; every process makes all of them."""
         sampling, device = self.config.sampling, self.accelerator.device
-        noise = generate.fixed_noise(sampling.seed, len(captions), self.val_set.clip_shape)
+        noise = generate.fixed_noise(sampling.seed, len(captions), self.test_set.clip_shape)
         vae = encoders.load_vae(sampling.vae, device=device) if sampling.vae is not None else None
         for first in range(0, len(captions), self.config.data.eval_batch_size):
             part = slice(first, first + self.config.data.eval_batch_size)
-            texts = [self.train_set.text_of(caption) for caption in captions[part]]
+            texts = [self.test_set.text_of(caption) for caption in captions[part]]
             text = {name: torch.stack([of[name] for of in texts]).to(device) for name in self.empty_text}
             predict = generate.guided(
                 lambda noisy, timestep, text: self.predict_at(model, noisy, timestep, text).float(),
@@ -252,23 +263,22 @@ class VideoTask:
             yield (clips if vae is None else encoders.decode_clips(vae, clips)).float().cpu()
 
     def real_clips(self, captions: list[str]) -> dict[str, Tensor]:
-        """A validation clip of every caption, in pixels; none of latents, which would have to be decoded."""
+        """A test clip of every caption, in pixels; none of latents, which would have to be decoded."""
         if self.config.data.name == "latents":
             return {}
-        known = self.val_set.captions
-        return {caption: self.val_set[known.index(caption)]["clip"] for caption in set(captions) if caption in known}
+        known = self.test_set.captions
+        return {caption: self.test_set[known.index(caption)]["clip"] for caption in set(captions) if caption in known}
 
     def frechet(self, model: nn.Module) -> dict[str, Any]:
-        """The Frechet distance of generated clips to as many training clips (in pixels)."""
+        """The Frechet distance of generated clips to as many test clips (in pixels), or to all if there are less."""
         from training.frechet import FrechetDistance
 
         sampling, device = self.config.sampling, self.accelerator.device
         distance = FrechetDistance(sampling.extractor, device)
         vae = encoders.load_vae(sampling.vae, device=device) if sampling.vae is not None else None
-        self.train_set.set_epoch(0)
-        count = min(sampling.frechet, len(self.train_set))
+        count = min(sampling.frechet, len(self.test_set))
         for number in range(count):
-            clip = self.train_set[number * len(self.train_set) // count]["clip"][None].to(device)
+            clip = self.test_set[number * len(self.test_set) // count]["clip"][None].to(device)
             clip = clip if vae is None else encoders.decode_clips(vae, clip)
             distance.update(clip.float().clamp(-1, 1), real=True)
         for clips in self.samples(model, self.captions(sampling.frechet)):

@@ -52,7 +52,7 @@ class VideoModelConfig(ModelConfig):
             classes draw them at random.
         train: what is trained: everything, the depth parameters, low-rank adapters, or both of these.
         lora: the adapters.
-        frozen_dtype: in which dtype parameters are held that are not trained.
+        frozen_dtype: in which dtype parameters are held that are not trained; "bf16" needs `mixed_precision: bf16`.
         guidance: what guidance-distilled models (`guidance_embeds`) are told their guidance is, in training.
         residual, attnres, freeze_queries, grad_checkpointing, compile: as in `ModelConfig`.
     """
@@ -110,7 +110,7 @@ class ObjectiveConfig:
 
 @dataclasses.dataclass(kw_only=True)
 class EvaluationConfig:
-    """The validation loss: every validation clip at every noise level of a grid, each with fixed noise.
+    """Validation and test loss: every clip of the split at every noise level of a grid, each with fixed noise.
 
     Args:
         sigmas: noise levels, the centres of as many equal parts of 0..1.
@@ -132,13 +132,13 @@ class SamplingConfig:
 
     Args:
         count: clips to look at; 0 is none. Captions are taken in turns.
-        captions: what of; None: those of the data set, each of them once in a turn.
+        captions: what of; None: those of the test set, each of them once in a turn.
         steps: of the stock scheduler.
         guidance: classifier-free guidance scale; 1 is none.
         seed: of the noise; the same for all runs, so that they can be compared.
         fps: frames per second of the files.
         vae: folder of the VAE that turns latents into pixels; None for models of pixels.
-        frechet: clips to generate for the Frechet distance to as many clips of the training set; 0 is off.
+        frechet: clips to generate for the Frechet distance to as many clips of the test set; 0 is off.
         extractor: path of a TorchScript or `nn.Module` file that turns clips into features (I3D, VideoMAE); None: a
             small fixed random network, whose distances compare runs with each other and with nothing else.
     """
@@ -176,6 +176,11 @@ class VideoConfig(TrainConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # Without autocast torch multiplies no fp32 activations by bf16 weights, and fp32 copies of them would take the
+        # memory that they are to save.
+        frozen, autocast = self.model.frozen_dtype, self.mixed_precision == "bf16"
+        allowed = "'fp32' unless mixed_precision is 'bf16' (autocast, under which bf16 weights compute)"
+        _check("model.frozen_dtype", frozen, frozen == "fp32" or autocast, allowed)
         per_update, parts = self.data.batch_size, self.grad_accumulation
         _check("data.batch_size", per_update, per_update % parts == 0, f"a multiple of grad_accumulation ({parts})")
         decay: Any = self.optim.layer_decay

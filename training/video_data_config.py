@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Literal
 
 from training.config import _at_least, _check
@@ -75,18 +76,22 @@ class ClipConfig:
 
 @dataclasses.dataclass(kw_only=True)
 class VideoDataConfig(ClipConfig):
-    """Where clips come from, and which of them are for validation. Further fields: `ClipConfig`.
+    """Where clips come from, and which of them are for validation and for the test. Further fields: `ClipConfig`.
 
     Args:
         name: as in `ClipConfig`, or `"latents"`: what `python -m training.encode` wrote into `root`. That knows its
             clips, so the fields of `ClipConfig` and `val_clips`, `hflip` and `cache_gib` say nothing.
         clips_per_file: training clips per file and epoch, at random places; None: as many as fit next to each other.
         hflip: probability of mirroring a training clip.
-        val_split: `"time"`: the end of every file is for validation; `"file"`: some files are.
-        val_fraction: how much of each file (at least one clip), or how many of the files (at least one).
-        val_list: a text file (path from `root`) with the names of the validation files, one a line, instead of a
-            fraction of the files; None: none.
-        val_clips: validation clips per file, evenly spaced.
+        val_split: `"time"`: the end of every file is for validation, and what is before it for the test; `"file"`:
+            some files are.
+        val_fraction, test_fraction: how much of each file (at least one clip), or how many of the files (at least one).
+        val_list, test_list: a text file (path from `root`) with the names of the validation or test files, one a line
+            (also as UCF-101's lists have them, with the number of the class behind), instead of a fraction of the
+            files; None: none.
+        groups: a regular expression; files whose names have the same text where it matches are pieces of one recording
+            and stay together (`"v_.*_g[0-9]+"` for UCF-101); None: every file is a recording of its own.
+        val_clips: validation and test clips per file, evenly spaced.
         batch_size: clips per optimiser update, over all processes and accumulation steps together.
         eval_batch_size: clips per evaluation batch, over all processes.
         workers: data loading processes per training process.
@@ -97,6 +102,9 @@ class VideoDataConfig(ClipConfig):
     val_split: Literal["time", "file"] = "time"
     val_fraction: float = 0.1
     val_list: str | None = None
+    test_fraction: float = 0.1
+    test_list: str | None = None
+    groups: str | None = None
     val_clips: int = 4
     batch_size: int = 16
     eval_batch_size: int = 16
@@ -110,6 +118,14 @@ class VideoDataConfig(ClipConfig):
         _at_least("data.workers", self.workers, 0)
         _at_least("data.cache_gib", self.cache_gib, 0)
         _check("data.hflip", self.hflip, 0 <= self.hflip <= 1, "between 0 and 1")
-        _check("data.val_fraction", self.val_fraction, 0 < self.val_fraction < 1, "above 0 and below 1")
-        listed = self.val_list
-        _check("data.val_list", listed, listed is None or self.val_split == "file", "null when val_split is 'time'")
+        for name in ("val_fraction", "test_fraction"):
+            _check(f"data.{name}", getattr(self, name), 0 < getattr(self, name) < 1, "above 0 and below 1")
+        held_out = self.val_fraction + self.test_fraction
+        _check("data.val_fraction + data.test_fraction", held_out, held_out < 1, "below 1")
+        for name in ("val_list", "test_list", "groups"):
+            value = getattr(self, name)
+            _check(f"data.{name}", value, value is None or self.val_split == "file", "null when val_split is 'time'")
+        try:
+            re.compile(self.groups or "")
+        except re.error as error:
+            raise ValueError(f"data.groups must be a regular expression, got {self.groups!r}: {error}") from error

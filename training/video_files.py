@@ -1,4 +1,4 @@
-"""Which videos there are, what their captions are, and which frames of them are for training and for validation.
+"""Which videos there are, what their captions are, and which frames of them are for training, validation and the test.
 
 A file that cannot be used (damaged, sound only, too short, missing) is reported by its name and left out.
 """
@@ -12,6 +12,7 @@ import importlib.util
 import json
 import logging
 import os
+import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -97,52 +98,107 @@ def find_videos(config: ClipConfig) -> list[Video]:
     return videos
 
 
-def split(videos: Sequence[Video], config: VideoDataConfig) -> tuple[list[Part], list[Part]]:
-    """The parts for training and for validation; they share no frame.
+def split(videos: Sequence[Video], config: VideoDataConfig) -> tuple[list[Part], list[Part], list[Part]]:
+    """The parts for training, for validation and for the test; they share no frame.
 
-    `"time"`: the last `val_fraction` of each file, at least one clip; a file that is too short for two clips is for
-    training as a whole. `"file"`: those of `val_list`, or those whose names have the smallest hashes: adding files
-    moves few others.
+    `"time"`: the last `val_fraction` of each file is for validation and the `test_fraction` before it for the test, at
+    least one clip each; a file that is too short for three clips is for training as a whole. `"file"`: whole files,
+    see `sides`.
 
     Raises:
-        FileNotFoundError: `val_list` does not exist.
-        ValueError: one side is empty, or `val_list` names a file that there is not.
+        FileNotFoundError: a list does not exist.
+        ValueError: a part is empty, or as in `sides`.
     """
-    train, val = [], []
+    train, val, test = [], [], []
     if config.val_split == "time":
         for video in videos:
             frames = video.probe.frames
-            cut = frames - max(config.span, round(frames * config.val_fraction))
+            last = frames - max(config.span, round(frames * config.val_fraction))
+            cut = last - max(config.span, round(frames * config.test_fraction))
             whole = cut < config.span
             train.append(Part(video, 0, frames if whole else cut))
-            val.extend([] if whole else [Part(video, cut, frames)])
+            test.extend([] if whole else [Part(video, cut, last)])
+            val.extend([] if whole else [Part(video, last, frames)])
     else:
-        held_out = held_out_names([video.name for video in videos], config)
+        side = sides([video.name for video in videos], config)
+        parts = {"train": train, "val": val, "test": test}
         for video in videos:
-            (val if video.name in held_out else train).append(Part(video, 0, video.probe.frames))
-    if not train or not val:
-        raise ValueError(
-            f"the {'validation' if train else 'training'} set is empty: {len(videos)} usable files, data.val_split "
-            f"{config.val_split!r}, data.val_fraction {config.val_fraction}, clips of {config.span} frames"
-        )
-    return train, val
+            parts[side[video.name]].append(Part(video, 0, video.probe.frames))
+    for name, part in (("training", train), ("validation", val), ("test", test)):
+        if not part:
+            raise ValueError(
+                f"the {name} set is empty: {len(videos)} usable files, {described(config)}, clips of {config.span} "
+                "frames"
+            )
+    return train, val, test
 
 
-def held_out_names(names: Sequence[str], config: VideoDataConfig) -> set[str]:
-    """The names of the validation files (`val_split: file`)."""
-    if config.val_list is None:
-        count = max(1, round(len(names) * config.val_fraction))
-        return set(sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest())[:count])
-    path = Path(config.root or "") / config.val_list
+def described(config: VideoDataConfig) -> str:
+    """How the data are split, for messages."""
+    val = config.val_fraction if config.val_list is None else config.val_list
+    test = config.test_fraction if config.test_list is None else config.test_list
+    return f"data.val_split {config.val_split!r}, for validation {val!r}, for the test {test!r}"
+
+
+def sides(names: Sequence[str], config: VideoDataConfig) -> dict[str, str]:
+    """What each file is for (`val_split: file`): "train", "val" or "test".
+
+    The files of `val_list` and of `test_list`; without a list, of what is left the files whose groups have the smallest
+    hashes: adding files moves few others.
+
+    Raises:
+        FileNotFoundError: a list does not exist.
+        ValueError: a list names no file that there is, or a part of a group only; the lists share a group; `groups`
+            does not match a name.
+    """
+    group = {name: _group(name, config.groups) for name in names}
+    side: dict[str, str] = {}
+    for part, listed in (("val", config.val_list), ("test", config.test_list)):
+        if listed is not None:
+            files = _listed(names, config, f"data.{part}_list", listed)
+            groups = {group[name] for name in files}
+            split_group = sorted(name for name in names if group[name] in groups and name not in files)
+            if split_group:
+                raise ValueError(f"data.{part}_list must hold whole groups, {split_group[0]!r} of one is missing")
+            shared = sorted(groups & side.keys())
+            if shared:
+                raise ValueError(f"data.val_list and data.test_list must share no group, both have {shared[0]!r}")
+            side.update(dict.fromkeys(groups, part))
+    found = sorted(set(group.values()), key=lambda name: hashlib.sha256(name.encode()).digest())
+    for part, listed, fraction in (
+        ("val", config.val_list, config.val_fraction),
+        ("test", config.test_list, config.test_fraction),
+    ):
+        if listed is None:
+            left = [name for name in found if name not in side]
+            side.update(dict.fromkeys(left[: max(1, round(len(found) * fraction))], part))
+    return {name: side.get(group[name], "train") for name in names}
+
+
+def _group(name: str, pattern: str | None) -> str:
+    if pattern is None:
+        return name
+    match = re.search(pattern, name)
+    if match is None:
+        raise ValueError(f"data.groups must match the name of every file, got {pattern!r} and the file {name!r}")
+    return match[0]
+
+
+def _listed(names: Sequence[str], config: VideoDataConfig, field: str, listed: str) -> set[str]:
+    """The usable files of a list."""
+    path = Path(config.root or "") / listed
     if not path.is_file():
-        raise FileNotFoundError(f"data.val_list {str(path)!r} does not exist")
-    listed = [line.strip() for line in path.read_text().splitlines() if line.strip()]
-    missing = [name for name in listed if name not in names]
-    if len(missing) == len(listed):
-        raise ValueError(f"data.val_list {str(path)!r} names no usable file of the data set; its first: {listed[:1]}")
+        raise FileNotFoundError(f"{field} {str(path)!r} does not exist")
+    known = set(names)
+    lines = [line.strip() for line in path.read_text().splitlines() if line.strip()]
+    # UCF-101's training lists: "Archery/v_Archery_g08_c01.avi 3"
+    wanted = [line if line in known else re.sub(r"\s+[0-9]+$", "", line) for line in lines]
+    missing = [name for name in wanted if name not in known]
+    if len(missing) == len(wanted):
+        raise ValueError(f"{field} {str(path)!r} names no usable file of the data set; its first: {lines[:1]}")
     for name in missing:
-        report(f"data.val_list names {name}, which is no usable file of the data set")
-    return set(listed) - set(missing)
+        report(f"{field} names {name}, which is no usable file of the data set")
+    return known.intersection(wanted)
 
 
 def _captions(config: ClipConfig) -> tuple[Path, dict[str, str]]:

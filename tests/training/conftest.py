@@ -63,13 +63,13 @@ def digits(tmp_path: Path) -> Callable[..., ImageConfig]:
 
 @pytest.fixture
 def image_folder(tmp_path: Path) -> Path:
-    """Two classes of four 40x48 colour images, for training and for validation."""
+    """Two classes of 40x48 colour images, four of each in `val`, five in `train`: one is held out for validation."""
     rng = np.random.default_rng(0)
     for split in ("train", "val"):
         for label in ("ant", "bee"):
             folder = tmp_path / "images" / split / label
             folder.mkdir(parents=True)
-            for index in range(4):
+            for index in range(5 if split == "train" else 4):
                 pixels = rng.integers(0, 256, (40, 48, 3), dtype=np.uint8)
                 Image.fromarray(pixels).save(folder / f"{index}.png")
     return tmp_path / "images"

@@ -95,6 +95,10 @@ def test_the_report_says_what_the_metrics_say(tmp_path: Path, in_process: list[c
         text = (item.folder / "metrics.jsonl").read_text()
         lines[item.variant, item.config.optim.lr, item.seed] = [json.loads(line) for line in text.splitlines()]
     last = {key: [line for line in of_run if line["kind"] == "eval"][-1] for key, of_run in lines.items()}
+    results = {
+        (item.variant, item.config.optim.lr, item.seed): json.loads((item.folder / "result.json").read_text())
+        for item in in_process
+    }
     final = {key: [line for line in of_run if line["kind"] == "train"][-1]["loss"] for key, of_run in lines.items()}
 
     best = {}
@@ -109,12 +113,17 @@ def test_the_report_says_what_the_metrics_say(tmp_path: Path, in_process: list[c
         )
         # 5 % of 8 steps are less than one: the last step's loss
         assert entry["train_loss"]["values"] == pytest.approx([final[name, best[name], seed] for seed in (0, 1)])
-        assert entry["top1"]["values"] == pytest.approx([last[name, best[name], seed]["top1"] for seed in (0, 1)])
-    assert "picked by the same validation losses" in (tmp_path / "out" / "report.md").read_text()
+        for key in ("test_loss", "test_top1"):
+            assert entry[key]["values"] == [results[name, best[name], seed][key] for seed in (0, 1)]
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert f"Chosen on validation: standard: lr {best['standard']:g}; block: lr {best['block']:g}. Reported on" in text
     block = found["variants"]["block"]
-    pairs = [last["block", best["block"], s]["loss"] - last["standard", best["standard"], s]["loss"] for s in (0, 1)]
-    assert block["difference"]["val_loss"]["values"] == pytest.approx(pairs)
-    assert block["difference"]["val_loss"]["same_sign"] == (pairs[0] * pairs[1] > 0)
+    pairs = [
+        results["block", best["block"], seed]["test_loss"] - results["standard", best["standard"], seed]["test_loss"]
+        for seed in (0, 1)
+    ]
+    assert block["difference"]["test_loss"]["values"] == pytest.approx(pairs)
+    assert block["difference"]["test_loss"]["same_sign"] == (pairs[0] * pairs[1] > 0)
 
     def curve(name: str) -> dict[int, float]:
         of_seeds = [
@@ -226,10 +235,10 @@ def test_conclusions_say_no_more_than_the_seeds(values: list[float], phrases: li
     found = {
         "baseline": "standard",
         "config_differences": {},
-        "variants": {"standard": {}, "block": {"difference": {"val_loss": difference}}},
+        "variants": {"standard": {}, "block": {"difference": {"test_loss": difference}}},
     }
     sentence = report.conclusions(found)[0]
-    assert sentence.startswith("block against standard, validation loss:")
+    assert sentence.startswith("block against standard, test loss:")
     for phrase in phrases:
         assert phrase in sentence
 

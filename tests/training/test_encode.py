@@ -18,7 +18,7 @@ from tests.training.videos import damage, write_video
 from training import clips, encoders
 from training.config_io import from_fields, merge
 from training.encode import EncodeConfig, encode, main
-from training.latents import Shards, read_manifest
+from training.latents import LatentClips, Shards, read_manifest
 from training.text import ByteText
 from training.video_data import make_datasets
 from training.video_data_config import TextConfig, VideoDataConfig
@@ -86,7 +86,7 @@ def test_latents_and_embeddings_are_those_of_the_pipeline(tmp_path, videos, name
     data = {"root": str(videos), "num_frames": frames, "size": [side, side], "clips_per_file": 1}
     paths = {"pipeline": str(tmp_path / "pipeline"), "output_dir": str(tmp_path / "latents")}
     encode(make({"data": data, **paths, "prompt_options": options, "cpu": True}))
-    train, _ = make_datasets(latent_config(tmp_path / "latents", val_split="file", batch_size=1), TextConfig(), seed=0)
+    train = LatentClips(tmp_path / "latents", read_manifest(tmp_path / "latents"), lambda *_: True)
 
     item, caption = train[0], train.captions[0]
     file = next(file for file, text in CAPTIONS.items() if text == caption)
@@ -150,7 +150,7 @@ def test_wan_says_which_tokens_are_padding(tmp_path):
 def test_an_image_vae_encodes_frame_by_frame(tmp_path, by_bytes, videos, scale):
     image_vae(tmp_path / "vae", **scale)
     encode(make(by_bytes))
-    train, val = make_datasets(latent_config(tmp_path / "latents", val_fraction=0.3), TextConfig(), seed=0)
+    train, val, _ = make_datasets(latent_config(tmp_path / "latents", val_fraction=0.3), TextConfig(), seed=0)
     assert train.clip_shape == (4, 4, 8, 12)
     vae = diffusers.AutoencoderKL.from_pretrained(tmp_path / "vae").eval()
     with torch.no_grad():
@@ -233,7 +233,7 @@ def test_a_damaged_shard_is_noticed_and_replaced(tmp_path, by_bytes, kind, caplo
     with pytest.raises(ValueError, match=rf"{kind}-.* is damaged \(row {row} differs from its checksum\)"):
         Shards(folder).row(shard, row)
     if kind == "clips":
-        train, val = make_datasets(latent_config(folder), TextConfig(), seed=0)
+        train, val, _ = make_datasets(latent_config(folder), TextConfig(), seed=0)
         with pytest.raises(ValueError, match="is damaged"):
             [dataset[i] for dataset in (train, val) for i in range(len(dataset))]
 
@@ -282,15 +282,20 @@ def test_other_weights_in_the_same_folder_are_an_error(tmp_path, by_bytes):
 
 
 @pytest.mark.parametrize("split", ["time", "file"])
-def test_training_and_validation_clips_share_no_frame(tmp_path, by_bytes, split):
+def test_training_validation_and_test_clips_share_no_frame(tmp_path, by_bytes, videos, split):
+    third = {"file": "c.mp4", "caption": "a photo of the sea"}
+    write_video(videos / third["file"], 24)
+    with (videos / "captions.jsonl").open("a") as file:
+        file.write("\n" + json.dumps(third))
+    captions = {**CAPTIONS, third["file"]: third["caption"]}
     encode(make(by_bytes, data={"stride": 2}))
     config = latent_config(tmp_path / "latents", val_split=split, val_fraction=0.4)
     frames = []
     for dataset in make_datasets(config, TextConfig(), seed=0):
         samples = [shard["samples"][row] for shard, row in dataset.rows]
         frames.append({(s["file"], s["start"] + offset) for s in samples for offset in range(7)})
-        assert dataset.captions == [CAPTIONS[sample["file"]] for sample in samples]
-    assert frames[0] and frames[1] and not frames[0] & frames[1]
+        assert dataset.captions == [captions[sample["file"]] for sample in samples]
+    assert all(frames) and sum(map(len, frames)) == len(set().union(*frames))
 
 
 def test_a_damaged_video_is_reported_and_left_out(tmp_path, by_bytes, videos, caplog):
@@ -301,7 +306,7 @@ def test_a_damaged_video_is_reported_and_left_out(tmp_path, by_bytes, videos, ca
     assert sum(sample["file"] == "a.mp4" for sample in samples) == 6
     assert 0 < sum(sample["file"] == "b.mp4" for sample in samples) < 15
     assert len([message for message in caplog.messages if "b.mp4 is damaged" in message]) == 1
-    train, _ = make_datasets(latent_config(tmp_path / "latents"), TextConfig(), seed=0)
+    train = make_datasets(latent_config(tmp_path / "latents"), TextConfig(), seed=0).train
     assert all(torch.isfinite(train[index]["clip"]).all() for index in range(len(train)))
 
 

@@ -69,9 +69,10 @@ def result(
         "peak_memory_before": 2**27,
         "train_loss": loss + 0.02,
         "val_loss": loss,
-        "val_loss_raw": loss + 0.01,
-        "val_loss_untrained": 1.25,
-        "buckets": [
+        "test_loss": loss,
+        "test_loss_raw": loss + 0.01,
+        "test_loss_untrained": 1.25,
+        "test_buckets": [
             {"low": i / 4, "high": (i + 1) / 4, "loss": loss + 0.1 * i, "loss_raw": loss + 0.11 * i} for i in range(4)
         ],
         "frechet": {"value": 10 * loss, "extractor": "fixed random network", "real": 8, "generated": 8},
@@ -107,12 +108,12 @@ def test_a_video_table_shows_losses_samples_and_weights(tmp_path: Path) -> None:
     row = next(line for line in text.splitlines() if line.startswith("| condition"))
     cells = dict(zip(head.strip("| ").split(" | "), row.strip("| ").split(" | "), strict=True))
     assert "top-1" not in head and "images" not in text
-    assert cells["val flow loss"] == "0.2450 ± 0.0071"
-    assert cells["without EMA"] == "0.2550 ± 0.0071"
-    assert cells["below untrained %"] == "80.4 ± 0.6"
+    assert cells["test flow loss"] == "0.2450 ± 0.0071"
+    assert cells["test, without EMA"] == "0.2550 ± 0.0071"
+    assert cells["test, below untrained %"] == "80.4 ± 0.6"
     assert cells["clips/s"] == "3.21"
-    assert cells["Δ val flow loss"] == "-0.0100 ± 0.0000"
-    assert "Before training: 1.2500" in text and "fixed random network, 8 real and 8 generated clips" in text
+    assert cells["Δ test flow loss"] == "-0.0100 ± 0.0000"
+    assert "Test loss before training: 1.2500" in text and "fixed random network, 8 real and 8 generated clips" in text
     assert "| Δ condition | -0.0100 ± 0.0000 | -0.0100 ± 0.0000 |" in text
     assert "| standard | 0.2550 ± 0.0071 | 0.3550 ± 0.0071 |" in text
     assert found["variants"]["condition"]["buckets"][3]["difference"]["values"] == pytest.approx([-0.01, -0.01])
@@ -165,15 +166,15 @@ def test_a_run_without_metrics_or_pictures_is_in_the_tables(tmp_path: Path) -> N
 
 
 def test_without_ema_samples_or_distance_their_columns_are_left_out(tmp_path: Path) -> None:
-    fields: dict[str, Any] = {"val_loss_raw": None, "frechet": None, "buckets": [], "samples": False}
+    fields: dict[str, Any] = {"test_loss_raw": None, "frechet": None, "test_buckets": [], "samples": False}
     text, _, _ = written(tmp_path / "out", [result(tmp_path, "standard", 0, 0.25, **fields)])
     assert "EMA" not in text and "Fréchet" not in text and "Samples" not in text and "noise level" not in text
 
 
-def test_metrics_of_an_image_table_are_as_they_were() -> None:
-    task = metrics.of_result({"images_per_second": 5.0, "top1": 0.5})
-    assert [metric.label for metric in task.metrics] == ["train loss", "val loss", "top-1 %"]
-    assert [metric.delta for metric in task.metrics] == ["", "Δ val loss", "Δ top-1"]
+def test_metrics_of_an_image_table_name_the_split() -> None:
+    task = metrics.of_result({"images_per_second": 5.0, "test_top1": 0.5})
+    assert [metric.label for metric in task.metrics] == ["train loss", "val loss", "test loss", "test top-1 %"]
+    assert [metric.delta for metric in task.metrics] == ["", "", "Δ test loss", "Δ test top-1"]
     assert task.rate == "images_per_second"
 
 
@@ -245,9 +246,10 @@ def test_the_report_of_a_sweep_compares_best_with_best_and_says_how_it_was_picke
     assert [name for name in pictures if name.startswith("weights_")] != []
     assert "weights_static-0.1-1.png" not in pictures  # plots of the best of each kind only
     assert "lower with every one of the 2 seeds" in text
-    assert "picked by the same validation losses" in text
+    assert "Reported on test, which no choice has seen" in text
     assert "not given equal numbers of settings" in text  # 3 learning rates against 4 settings
     assert "scale 0.1, query_lr_scale 0.01" in text
+    assert "Chosen on validation: standard: lr 0.002; attnres, static: " in text
     assert found["baseline"] == "standard-0.002"  # what all are compared with: the best of the standard residual
 
 

@@ -66,13 +66,16 @@ def test_every_recipe_runs_with_a_tiny_checkpoint(name: str, tmp_path: Path) -> 
     pipeline, options, frames, side = RECIPES[name][0], *PIPELINES[RECIPES[name][0]][1:]
     folder = tmp_path / "pipeline"
     save_pipeline(pipeline, folder)
-    for file in ("a.mp4", "b.mp4"):
+    files = [f"Archery/v_Archery_g{group:02}_c01.mp4" for group in (1, 2, 3)]
+    for file in files:
         write_video(tmp_path / "videos" / file, 24)
     data = {"root": str(tmp_path / "videos"), "num_frames": frames, "size": [side, side], "clips_per_file": 2}
     paths = {"pipeline": str(folder), "output_dir": str(tmp_path / "latents")}
     encode(from_fields(EncodeConfig, {"data": data, **paths, "prompt_options": options, "cpu": True}))
 
     config, _ = compare.load(["--config", str(ROOT / "configs" / "video" / f"{name}.yaml")])
+    if config.base.data.test_list is not None:
+        (tmp_path / "latents" / config.base.data.test_list).write_text(f"{files[-1]}\n")
     changes = {
         "data": {"root": str(tmp_path / "latents"), "batch_size": 2, "eval_batch_size": 2, "workers": 0},
         "objective": {"text_dropout": 0.5},
@@ -88,6 +91,8 @@ def test_every_recipe_runs_with_a_tiny_checkpoint(name: str, tmp_path: Path) -> 
     result = video.train(from_fields(VideoConfig, {**fields, "output_dir": str(tmp_path / "run")}))
     assert result["steps"] == 2 and torch.isfinite(torch.tensor(result["val_loss"]))
     assert (tmp_path / "run" / result["samples"]["mp4"][0]).stat().st_size > 0
+    if config.base.data.test_list is not None:  # its captions, not those of training
+        assert result["samples"]["captions"] == [Path(files[-1]).stem]
 
 
 def test_a_run_that_cannot_fit_is_an_error_before_anything_is_made() -> None:
@@ -109,6 +114,11 @@ def test_a_run_that_cannot_fit_is_an_error_before_anything_is_made() -> None:
         (["--sampling.vae", "x"], "sampling.vae must be null for clips in pixels, got 'x'"),
         (["--data.name", "latents", "--data.root", "x"], "sampling.vae must be a folder when data are latents"),
         (["--data.batch_size", "3", "--grad_accumulation", "2"], "data.batch_size must be a multiple"),
+        (["--model.frozen_dtype", "bf16"], "model.frozen_dtype must be 'fp32' unless mixed_precision is 'bf16'"),
+        (
+            ["--data.val_fraction", "0.5", "--data.test_fraction", "0.5"],
+            "data.val_fraction + data.test_fraction must be",
+        ),
         (["--optim.layer_decay", "0.5"], "optim.layer_decay must be null"),
     ],
     ids=lambda value: value if isinstance(value, str) else value[0],

@@ -44,7 +44,7 @@ def shown(dataset: VideoClips, epoch: int = 0) -> dict[str, set[int]]:
 
 def test_an_item_is_the_clip_of_the_file_with_its_caption(folder):
     config = folder_config(folder, stride=2)
-    train, val = make_datasets(config, TEXT, seed=0)
+    train, val, _ = make_datasets(config, TEXT, seed=0)
     assert train.clip_shape == (3, 4, 12, 16) and train.caption_texts == ["a", "b", "c"]
     for dataset in (train, val):
         for index in (0, len(dataset) - 1):
@@ -71,15 +71,15 @@ def test_clips_are_a_function_of_seed_epoch_and_index(folder):
 
 
 def test_files_too_large_for_memory_give_the_same_clips(folder):
-    cached, _ = make_datasets(folder_config(folder), TEXT, seed=0)
-    read, _ = make_datasets(folder_config(folder, cache_gib=0.0), TEXT, seed=0)
+    cached = make_datasets(folder_config(folder), TEXT, seed=0).train
+    read = make_datasets(folder_config(folder, cache_gib=0.0), TEXT, seed=0).train
     assert cached.frames.memory and not read.frames.memory
     assert all(torch.equal(cached[index]["clip"], read[index]["clip"]) for index in range(len(cached)))
 
 
 @pytest.mark.parametrize("split_by", ["time", "file"])
-def test_training_and_validation_share_no_frame(folder, split_by):
-    train, val = make_datasets(folder_config(folder, val_split=split_by, stride=2), TEXT, seed=0)
+def test_training_validation_and_test_share_no_frame(folder, split_by):
+    train, val, test = make_datasets(folder_config(folder, val_split=split_by, stride=2), TEXT, seed=0)
     seen: dict[str, set[int]] = {}
     for epoch in range(20):
         for name, frames in shown(train, epoch).items():
@@ -88,16 +88,27 @@ def test_training_and_validation_share_no_frame(folder, split_by):
     assert shown(val, epoch=5) == held_out, "validation clips are fixed"
     assert all(not seen.get(name, set()) & frames for name, frames in held_out.items())
     assert len(held_out) == (3 if split_by == "time" else 1)
-    if split_by == "time":
-        assert all(min(held_out[name]) > max(seen[name]) for name in held_out)
+    tested = shown(test)
+    assert shown(test, epoch=5) == tested and len(tested) == len(held_out)
+    for others in (seen, held_out):
+        assert all(not others.get(name, set()) & frames for name, frames in tested.items())
+    if split_by == "time":  # training, test, validation
+        assert all(min(held_out[name]) > max(tested[name]) for name in held_out)
+        assert all(min(tested[name]) > max(seen[name]) for name in held_out)
 
 
-def test_listed_files_are_for_validation(folder):
+def test_listed_files_are_for_validation_and_for_the_test(folder):
+    write_video(folder / "d.mp4", 20)
     (folder / "val.txt").write_text("sub/c.mp4\n\na.mp4\n")
-    train, val = split(*_videos(folder_config(folder, val_split="file", val_list="val.txt")))
+    (folder / "test.txt").write_text("d.mp4 7\n")  # with the number of a class, as UCF-101's lists
+    listed = {"val_split": "file", "val_list": "val.txt"}
+    train, val, test = split(*_videos(folder_config(folder, **listed, test_list="test.txt")))
     assert [part.video.name for part in train] == ["b.mkv"]
     assert [part.video.name for part in val] == ["a.mp4", "sub/c.mp4"]
-    (folder / "val.txt").write_text("d.mp4\n")
+    assert [part.video.name for part in test] == ["d.mp4"]
+    rest = split(*_videos(folder_config(folder, **listed)))  # the test files by the hash of their names
+    assert rest[1] == val and {part.video.name for part in (*rest[0], *rest[2])} == {"b.mkv", "d.mp4"}
+    (folder / "val.txt").write_text("e.mp4\n")
     with pytest.raises(ValueError, match=r"val_list .* names no usable file"):
         split(*_videos(folder_config(folder, val_split="file", val_list="val.txt")))
 
@@ -107,12 +118,12 @@ def _videos(config: VideoDataConfig):
 
 
 def test_clips_per_file_and_per_epoch(folder):
-    train, val = make_datasets(folder_config(folder, clips_per_file=5, val_clips=2, val_fraction=0.3), TEXT, seed=0)
+    train, val, _ = make_datasets(folder_config(folder, clips_per_file=5, val_clips=2, val_fraction=0.3), TEXT, seed=0)
     assert (len(train), len(val)) == (15, 6)
     assert train.captions == ["a"] * 5 + ["b"] * 5 + ["c"] * 5
     assert len({val.place(index)[:2] for index in range(6)}) == 6
-    train, _ = make_datasets(folder_config(folder), TEXT, seed=0)
-    assert len(train) == (30 - 4) // 4 + (40 - 4) // 4 + (50 - 5) // 4
+    train = make_datasets(folder_config(folder), TEXT, seed=0).train
+    assert len(train) == (30 - 8) // 4 + (40 - 8) // 4 + (50 - 10) // 4
 
 
 def test_unusable_files_are_reported_once_by_name_and_left_out(folder, caplog):
@@ -121,7 +132,7 @@ def test_unusable_files_are_reported_once_by_name_and_left_out(folder, caplog):
     write_video(folder / "short.mp4", 3)
     damage(write_video(folder / "broken.mp4", 60), 0.3, 0.6)
     with caplog.at_level(logging.WARNING):
-        train, val = make_datasets(folder_config(folder), TEXT, seed=0)
+        train, val, _ = make_datasets(folder_config(folder), TEXT, seed=0)
         assert set(train.caption_texts) == set(val.caption_texts) == {"a", "b", "c"}
         for index in range(len(train)):
             assert torch.isfinite(train[index]["clip"]).all()
@@ -132,7 +143,7 @@ def test_unusable_files_are_reported_once_by_name_and_left_out(folder, caplog):
 
 def test_a_clip_that_cannot_be_decoded_while_training_is_replaced(folder, caplog):
     damage(write_video(folder / "broken.mp4", 60), 0.3, 0.6)
-    train, _ = make_datasets(folder_config(folder, cache_gib=0.0), TEXT, seed=0)
+    train = make_datasets(folder_config(folder, cache_gib=0.0), TEXT, seed=0).train
     broken = [index for index in range(len(train)) if train.captions[index] == "broken"]
     with caplog.at_level(logging.WARNING):
         items = [train[index] for index in broken]
@@ -143,7 +154,7 @@ def test_a_clip_that_cannot_be_decoded_while_training_is_replaced(folder, caplog
 
 def test_worker_processes_tell_each_other_of_a_damaged_file(folder):
     damage(write_video(folder / "broken.mp4", 60), 0.3, 0.6)
-    train, _ = make_datasets(folder_config(folder, cache_gib=0.0), TEXT, seed=0)
+    train = make_datasets(folder_config(folder, cache_gib=0.0), TEXT, seed=0).train
     for _ in torch.utils.data.DataLoader(train, batch_size=4, num_workers=2):
         pass
     assert [name for name, number in train.frames.number.items() if train.frames.damaged[number]] == ["broken.mp4"]
@@ -244,7 +255,7 @@ def test_the_clips_are_the_same_with_worker_processes(folder):
         accelerator = Accelerator(
             cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=0)
         )
-        loader, _ = make_loaders(accelerator, config, TEXT, seed=0, parts=1)
+        loader = make_loaders(accelerator, config, TEXT, seed=0, parts=1).train
         loader.dataset.set_epoch(2)
         loader.set_epoch(2)
         batches.append(list(loader))
