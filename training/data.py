@@ -7,17 +7,15 @@ interrupted epoch again, and its losses are not those of an uninterrupted run.
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from timm.data import Mixup, create_dataset, create_transform
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from training.config import ImageDataConfig
-from training.loop import seed_of
+from training.streams import reseed, seed_for
 
 _STREAMS = ("wds/", "hfids/", "tfds/")
 
@@ -59,10 +57,7 @@ class Reproducible(Dataset):
 
     def __getitem__(self, index: int) -> Any:
         # timm's transforms draw from all three; the training loop reseeds them after the batch is there
-        seed = seed_of(self.seed, self.epoch, index)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        torch.manual_seed(seed)
+        reseed("augmentation", seed=self.seed, epoch=self.epoch, index=index)
         return self.dataset[index]
 
 
@@ -108,7 +103,7 @@ def _timm_dataset(config: ImageDataConfig, train: bool, seed: int) -> Any:
             is_training=train,
             batch_size=config.batch_size,
             num_samples=config.train_samples if train else config.val_samples,
-            seed=seed,
+            seed=seed_for("data-order", seed=seed),
         )
     except RuntimeError as error:  # timm: "Found 0 images in subfolders of: ..."
         raise ValueError(f"no images for data.name {config.name!r}, root {config.root!r}, split {split!r}") from error

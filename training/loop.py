@@ -2,8 +2,8 @@
 
 A run that is stopped and continued computes the same losses bit for bit on a CPU. That takes all of: a data order that
 is a function of (seed, epoch), skipped batches instead of re-drawn ones, augmentation seeded by (seed, epoch, index)
-(`training/data.py`), random numbers reseeded by (seed, micro-step, rank) at every micro-step, and the step and the
-moving average in the checkpoint.
+(`training/data.py`), random numbers reseeded by (seed, micro-step, rank) at every micro-step (`training/streams.py`),
+and the step and the moving average in the checkpoint.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import dataclasses
 import fcntl
 import json
 import os
-import random
 import shutil
 import time
 from collections.abc import Iterator
@@ -29,6 +28,7 @@ from torch.utils.data import IterableDataset
 
 from training.config import TrainConfig
 from training.config_io import config_hash, dump_config, flatten, from_fields, to_fields
+from training.streams import seed_for
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
@@ -51,7 +51,10 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
         project_dir=config.output_dir,
         # split_batches: the loader's batch is the global one, whatever the number of processes
         dataloader_config=DataLoaderConfiguration(
-            split_batches=True, use_seedable_sampler=True, data_seed=config.seed, non_blocking=True
+            split_batches=True,
+            use_seedable_sampler=True,
+            data_seed=seed_for("data-order", seed=config.seed),
+            non_blocking=True,
         ),
         # an update always takes the same number of micro-batches, also across the end of an epoch
         gradient_accumulation_plugin=GradientAccumulationPlugin(
@@ -165,19 +168,6 @@ def _check_same_config(run_dir: Path, config: TrainConfig) -> None:
             f"{run_dir} holds a run of another config (different: {changed}); choose another output_dir, "
             "or resume: none to start over"
         )
-
-
-def seed_of(*numbers: int) -> int:
-    """One well mixed 64-bit seed from several numbers."""
-    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
-
-
-def reseed(*numbers: int) -> None:
-    """Seed torch, NumPy (timm's mixup) and `random`, on every device, from the numbers."""
-    seed = seed_of(*numbers)
-    torch.manual_seed(seed)
-    np.random.seed(seed % 2**32)
-    random.seed(seed)
 
 
 def endless_batches(accelerator: Accelerator, loader: Any, start: int) -> Iterator[Any]:
