@@ -15,6 +15,7 @@ from timm.data import Mixup, create_dataset, create_transform
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from training.config import ImageDataConfig
+from training.processes import end_worker_with_parent
 from training.streams import reseed, seed_for
 
 _STREAMS = ("wds/", "hfids/", "tfds/")
@@ -167,7 +168,8 @@ def indexed_loaders(accelerator: Any, train: Any, val: Any, config: Any, parts: 
 
 
 def _loading(accelerator: Any, config: Any) -> dict[str, Any]:
-    return {"num_workers": config.workers, "pin_memory": accelerator.device.type == "cuda"}
+    pinned = accelerator.device.type == "cuda"
+    return {"num_workers": config.workers, "pin_memory": pinned, "worker_init_fn": end_worker_with_parent}
 
 
 class StreamLoader:

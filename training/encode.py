@@ -16,10 +16,15 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal
 
+if __name__ == "__main__":
+    from training.processes import end_with_parent
+
+    end_with_parent()  # before the slow imports
+
 import torch
 from tqdm import tqdm
 
-from training import clips, encoders, latents
+from training import clips, encoders, latents, processes
 from training.config import _at_least, _check
 from training.config_io import flatten, load_config, to_fields
 from training.loop import lock_folder, read_json
@@ -298,7 +303,9 @@ def _state(path: Path) -> dict[str, int]:
 
 def main(argv: list[str] | None = None) -> None:
     config = load_config(EncodeConfig, argv)
-    manifest = encode(config)
+    message = f"whole shards are kept in {config.output_dir}. The same command goes on from there"
+    with processes.stoppable(lambda: message):
+        manifest = encode(config)
     count = sum(len(shard["samples"]) for shard in manifest["clips"])
     print(f"{config.output_dir}: {count} clips of shape {tuple(manifest['clip_shape'])}")
 

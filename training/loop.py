@@ -28,6 +28,7 @@ from torch.utils.data import IterableDataset
 
 from training.config import TrainConfig
 from training.config_io import config_hash, dump_config, flatten, from_fields, to_fields
+from training.processes import command_of, is_accelerate_launch
 from training.streams import seed_for
 
 CONFIG = "config.yaml"
@@ -94,11 +95,8 @@ def _launcher_processes() -> int | None:
     With `--cpu` the launcher leaves no trace of the number in the environment, so its command line is the only place
     where the user's wish can be seen.
     """
-    try:
-        words = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
-    except OSError:
-        return None
-    if not any("accelerate" in word for word in words[:3]) or "launch" not in words:
+    words = command_of(os.getppid())
+    if not is_accelerate_launch(words):
         return None
     for position, word in enumerate(words):
         name, equals, value = word.partition("=")
@@ -127,6 +125,18 @@ def open_run(accelerator: Accelerator, config: TrainConfig) -> Path:
     if config.log_with is not None:
         accelerator.init_trackers("attnres-vision", config={k: str(v) for k, v in flatten(to_fields(config)).items()})
     return run_dir
+
+
+def how_to_go_on(config: TrainConfig) -> str:
+    """What a run that is stopped says, on its main process: where it is and how it goes on."""
+    if int(os.environ.get("RANK", 0)) != 0:
+        return ""
+    run_dir = Path(config.output_dir)
+    kept = sorted((run_dir / "checkpoints").glob("step_*"))
+    point = f"its last checkpoint, {kept[-1].name}" if kept else "the start: it has no checkpoint (checkpoint_interval)"
+    if config.resume == "none":
+        return f"the run is in {run_dir}. With resume: auto the same command goes on from {point}"
+    return f"the run is in {run_dir}. The same command goes on from {point}"
 
 
 _locks: dict[Path, IO[str]] = {}  # open files, which hold their locks until the process ends

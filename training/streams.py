@@ -1,6 +1,6 @@
 """Where every random number of training comes from: one seed per named stream and keys.
 
-Nothing else in this folder may seed a generator from a number of its own making (`tests/training/test_streams.py` looks).
+Nothing else in this folder seeds a generator from a number of its own making (`tests/training/test_streams.py` looks).
 Sums like `seed + epoch` meet (seed 0, epoch 1 is seed 1, epoch 0), and so do lists of numbers without names:
 `numpy.random.SeedSequence((1,))` is that of `(1, 0)`, and the noise of step 0 would be what the weights start from.
 """

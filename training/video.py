@@ -14,8 +14,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__" and not __package__:  # run as a file: modules are found from the repository, not from here
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+if __name__ == "__main__":
+    if not __package__:  # run as a file: modules are found from the repository, not from here
+        sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from training.processes import end_with_parent
+
+    end_with_parent()  # before the slow imports
 
 import safetensors.torch
 import torch
@@ -23,7 +27,7 @@ from accelerate import Accelerator, PartialState
 from torch import Tensor, nn
 
 import attnres_vision
-from training import encoders, generate, measure, trainer, video_data, video_models
+from training import encoders, generate, loop, measure, processes, trainer, video_data, video_models
 from training.average import NoAverage, TrainedParameters
 from training.config_io import load_config
 from training.diagnostics import depth_profile, depth_weights, depth_weights_by_timestep
@@ -339,7 +343,9 @@ def speed_batch(config: VideoConfig) -> int:
 
 
 def main(argv: list[str] | None = None) -> None:
-    train(load_config(VideoConfig, argv))
+    config = load_config(VideoConfig, argv)
+    with processes.stoppable(lambda: loop.how_to_go_on(config)):
+        train(config)
     PartialState().destroy_process_group()
 
 

@@ -56,7 +56,7 @@ EXPECTED = 370486273701005081
 
 
 def test_an_unknown_stream_or_key_is_an_error() -> None:
-    with pytest.raises(ValueError, match="stream must be one of init.*got 'noise'"):
+    with pytest.raises(ValueError, match=r"stream must be one of init.*got 'noise'"):
         streams.seed_for("noise", seed=0)
     with pytest.raises(ValueError, match="'step' takes the keys seed, micro_step, rank, got seed, micro_step"):
         streams.seed_for("step", seed=0, micro_step=1)
