@@ -69,8 +69,8 @@ def stoppable(describe: Callable[[], str]) -> Iterator[None]:
         _ignore(handlers)
         raise _say_and_exit(signal.SIGPIPE, describe()) from None
     finally:
-        for signum, handler in handlers.items():
-            signal.signal(signum, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:
@@ -223,5 +223,5 @@ def _end_after(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(0.5)
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(GRACE)
+    time.sleep(3 * GRACE)  # more than it gives its own children
     os.kill(os.getpid(), signal.SIGKILL)

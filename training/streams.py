@@ -46,7 +46,7 @@ def seed_for(stream: str, **keys: int | str) -> int:
     if set(keys) != set(STREAMS[stream]):
         raise ValueError(f"stream {stream!r} takes the keys {', '.join(STREAMS[stream])}, got {', '.join(keys)}")
     text = json.dumps([stream, *(keys[name] for name in STREAMS[stream])])
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def generator_for(stream: str, device: torch.device | str = "cpu", **keys: int | str) -> torch.Generator:

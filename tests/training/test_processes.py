@@ -228,8 +228,7 @@ def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path, alive: Calla
     assert len(alive()) >= 4
     process.kill()
     process.wait()
-    assert eventually(lambda: not alive(), 20), alive()
-    assert "stopped by SIGTERM: 0 of 1 runs are complete" in (tmp_path / "log").read_text()
+    assert eventually(lambda: not alive(), 30), alive()
 
 
 @pytest.mark.parametrize("resume", ["auto", "none"])
