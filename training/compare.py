@@ -13,6 +13,7 @@ other; under `accelerate launch` with several processes one after the other, eac
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import hashlib
@@ -27,11 +28,16 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal
 
+if __name__ == "__main__":  # before the slow imports
+    from training.processes import end_with_parent
+
+    end_with_parent()
+
 import torch
 from accelerate import PartialState
 from accelerate.state import AcceleratorState, GradientState
 
-from training import image, loop, measure, report, summary
+from training import image, loop, measure, processes, report, summary
 from training.config import ImageConfig, TrainConfig
 from training.config_io import config_hash, dump_config, from_fields, merge, parse, read_yaml, take_options, to_fields
 
@@ -152,8 +158,10 @@ def plan(config: CompareConfig, output_dir: Path) -> list[Run]:
 def run_as_processes(runs: list[Run], jobs: int) -> dict[str, str]:
     """Train every run in a process of its own; returns an error message for each that failed."""
     failures: dict[str, str] = {}
-    pool = ThreadPoolExecutor(jobs)
-    try:
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(jobs))
+        stack.enter_context(processes.children_end_here())
+        stack.callback(pool.shutdown, wait=False, cancel_futures=True)  # first: nothing else begins, then all ends
         waiting = {pool.submit(_run_process, run): run for run in runs}
         for number, done in enumerate(as_completed(waiting), start=1):
             run, (seconds, error) = waiting[done], done.result()
@@ -165,8 +173,6 @@ def run_as_processes(runs: list[Run], jobs: int) -> dict[str, str]:
                 failures[run.label] = error or "it ended without a result"
                 text = f"FAILED, see {run.folder / 'log.txt'}: {failures[run.label]}"
             print(f"[{number}/{len(runs)}] {run.label}: {text}", flush=True)
-    finally:
-        pool.shutdown(cancel_futures=True)  # after Ctrl-C, which ends what runs, nothing else begins
     return failures
 
 
@@ -180,7 +186,7 @@ def _run_process(run: Run) -> tuple[float, str | None]:
         environment["OMP_NUM_THREADS"] = "1"  # the sums, and so the losses, do not depend on the number of cores
     started = time.perf_counter()
     with (run.folder / "log.txt").open("a") as log:
-        done = subprocess.run(
+        code = processes.run(
             [
                 sys.executable,
                 "-m",
@@ -196,10 +202,10 @@ def _run_process(run: Run) -> tuple[float, str | None]:
             stderr=subprocess.STDOUT,
         )
     seconds = time.perf_counter() - started
-    if done.returncode == 0:
+    if code == 0:
         return seconds, None
     lines = (run.folder / "log.txt").read_text().strip().splitlines()
-    return seconds, f"exit code {done.returncode}: {lines[-1] if lines else 'no output'}"
+    return seconds, f"exit code {code}: {lines[-1] if lines else 'no output'}"
 
 
 def run_in_this_process(runs: list[Run]) -> None:
@@ -265,6 +271,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         runs = plan(config, output_dir)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from error
+    main_process = int(os.environ.get("RANK", 0)) == 0
+
+    def where() -> str:
+        complete = sum(run.result() is not None for run in runs)
+        return (
+            f"{complete} of {len(runs)} runs are complete, in {output_dir}. The same command goes on from there; a run "
+            "that was interrupted goes on from its last checkpoint"
+        )
+
+    with processes.stoppable(where if main_process else str):
+        return compare(config, runs, output_dir)
+
+
+def compare(config: CompareConfig, runs: list[Run], output_dir: Path) -> int:
+    """Train what is missing of the runs and write the report; 1 if a run failed."""
     several = int(os.environ.get("WORLD_SIZE", 1)) > 1
     main_process = int(os.environ.get("RANK", 0)) == 0
     missing = [run for run in runs if run.result() is None]

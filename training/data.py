@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from timm.data import Mixup, create_dataset, create_transform
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from training.config import ImageDataConfig
-from training.loop import seed_of
+from training.processes import end_worker_with_parent
+from training.streams import reseed, seed_for
 
 _HELD_OUT_TEST = 347  # of the digits
 
@@ -79,10 +78,7 @@ class Reproducible(Dataset):
 
     def __getitem__(self, index: int) -> Any:
         # timm's transforms draw from all three; the training loop reseeds them after the batch is there
-        seed = seed_of(self.seed, self.epoch, index)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        torch.manual_seed(seed)
+        reseed("augmentation", seed=self.seed, epoch=self.epoch, index=index)
         return self.dataset[index]
 
 
@@ -219,7 +215,7 @@ def _timm_dataset(config: ImageDataConfig, part: str, split: str, seed: int, pla
             is_training=train,
             batch_size=config.batch_size,
             num_samples=samples[part],
-            seed=seed,
+            seed=seed_for("data-order", seed=seed),
         )
     except RuntimeError as error:  # timm: "Found 0 images in subfolders of: ..."
         raise ValueError(f"no images for data.name {config.name!r}, root {config.root!r}, split {split!r}") from error
@@ -282,7 +278,8 @@ def indexed_loaders(accelerator: Any, sets: Splits, config: Any, parts: int) -> 
 
 
 def _loading(accelerator: Any, config: Any) -> dict[str, Any]:
-    return {"num_workers": config.workers, "pin_memory": accelerator.device.type == "cuda"}
+    pinned = accelerator.device.type == "cuda"
+    return {"num_workers": config.workers, "pin_memory": pinned, "worker_init_fn": end_worker_with_parent}
 
 
 class StreamLoader:

@@ -11,19 +11,24 @@ and `data.root`. The same command again continues where a run was stopped, and r
 from __future__ import annotations
 
 import dataclasses
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal
 
+if __name__ == "__main__":
+    from training.processes import end_with_parent
+
+    end_with_parent()  # before the slow imports
+
 import torch
 from tqdm import tqdm
 
-from training import clips, encoders, latents
+from training import clips, encoders, latents, processes
 from training.config import _at_least, _check
 from training.config_io import flatten, load_config, to_fields
-from training.loop import lock_folder, read_json, seed_of
+from training.loop import lock_folder, read_json
+from training.streams import generator_for
 from training.text import ByteText, Text
 from training.video_data_config import ClipConfig, TextConfig
 from training.video_files import Video, find_videos, report
@@ -195,8 +200,7 @@ def clip_encoder(config: EncodeConfig) -> Callable[[Place], Iterator[torch.Tenso
                 report(f"left out: {error}")
             reported.add(video.name)
             return
-        seed = seed_of(config.seed, zlib.crc32(video.name.encode()), place.start)
-        generator = torch.Generator(vae.device).manual_seed(seed)
+        generator = generator_for("posterior", vae.device, seed=config.seed, file=video.name, start=place.start)
         yield encoders.encode_clip(vae, pixels.transpose(0, 1) / 127.5 - 1, config.posterior, generator)
 
     return encode_place
@@ -299,7 +303,9 @@ def _state(path: Path) -> dict[str, int]:
 
 def main(argv: list[str] | None = None) -> None:
     config = load_config(EncodeConfig, argv)
-    manifest = encode(config)
+    message = f"whole shards are kept in {config.output_dir}. The same command goes on from there"
+    with processes.stoppable(lambda: message):
+        manifest = encode(config)
     count = sum(len(shard["samples"]) for shard in manifest["clips"])
     print(f"{config.output_dir}: {count} clips of shape {tuple(manifest['clip_shape'])}")
 

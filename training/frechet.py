@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from training.streams import generator_for
+
 RANDOM = "fixed random network, not comparable with FVD"
 
 
@@ -28,7 +30,7 @@ class RandomFeatures(nn.Module):
     def __init__(self, width: int = 16) -> None:
         super().__init__()
         self.num_features = 2 * width
-        generator = torch.Generator().manual_seed(0)
+        generator = generator_for("random-features")
         for index, channels in enumerate((6, width, width, width)):
             weight = torch.randn(width, channels, 3, 3, 3, generator=generator) * (2 / (27 * channels)) ** 0.5
             self.register_buffer(f"weight_{index}", weight)
@@ -88,6 +90,7 @@ class FrechetDistance:
         distance.update(generated_clips, real=False)
         distance.result()  # {"value": 1.23, "extractor": "...", "real": 64, "generated": 64}
 
+    It is that of the clips given in this process: where several processes train, one gets all clips.
     It is biased upwards by few clips and more so by many features: only sets of equal sizes compare, and a covariance
     of n features needs well over n clips.
 
@@ -118,7 +121,8 @@ class FrechetDistance:
             raise ValueError(f"clips must have values in [-1, 1], got up to {clips.abs().max().item():.4g}")
         if self._metric is None:
             self.network.num_features = self.network(clips[:1]).shape[1]
-            self._metric = self._metric_class(feature=self.network, normalize=True).to(clips.device)
+            self._metric = self._metric_class(feature=self.network, normalize=True, sync_on_compute=False)
+            self._metric.to(clips.device)
         self._metric.update(clips, real=real)
 
     def result(self) -> dict[str, Any]:

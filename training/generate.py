@@ -17,7 +17,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from training.loop import seed_of
+from training.streams import generator_for
 
 Predict = Callable[[Tensor, Tensor], Tensor]
 Row = tuple[str, np.ndarray]  # label, frames (F, H, W, 3) uint8
@@ -30,8 +30,12 @@ _GAP = 2
 
 def fixed_noise(seed: int, count: int, shape: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
     """Noise (count, *shape) of which row i depends on (seed, i) alone: drawn on the CPU, the same on every device."""
-    rows = [torch.randn(tuple(shape), generator=_generator(seed, index)) for index in range(count)]
-    return torch.stack(rows).to(device)
+    return torch.stack([noise_row(seed, index, shape) for index in range(count)]).to(device)
+
+
+def noise_row(seed: int, index: int, shape: Sequence[int]) -> Tensor:
+    """Row `index` of `fixed_noise`."""
+    return torch.randn(tuple(shape), generator=generator_for("sample", seed=seed, index=index))
 
 
 def guided(
@@ -257,10 +261,6 @@ def _enlarge(frames: np.ndarray) -> np.ndarray:
 
 def _times(frames: np.ndarray, factor: int) -> np.ndarray:
     return frames.repeat(factor, axis=1).repeat(factor, axis=2)
-
-
-def _generator(*numbers: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed_of(*numbers))
 
 
 def _font() -> Any:

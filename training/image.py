@@ -14,8 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-if __name__ == "__main__" and not __package__:  # run as a file: modules are found from the repository, not from here
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+if __name__ == "__main__":
+    if not __package__:  # run as a file: modules are found from the repository, not from here
+        sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from training.processes import end_with_parent
+
+    end_with_parent()  # before the slow imports
 
 import safetensors.torch
 import timm
@@ -26,7 +30,7 @@ from timm.loss import BinaryCrossEntropy
 from torch import nn
 
 import attnres_vision
-from training import data, measure, trainer
+from training import data, loop, measure, processes, trainer
 from training.average import ModelCopy, NoAverage
 from training.config import ImageConfig
 from training.config_io import load_config
@@ -185,7 +189,9 @@ def speed_batch(config: ImageConfig) -> int:
 
 
 def main(argv: list[str] | None = None) -> None:
-    train(load_config(ImageConfig, argv))
+    config = load_config(ImageConfig, argv)
+    with processes.stoppable(lambda: loop.how_to_go_on(config)):
+        train(config)
     PartialState().destroy_process_group()
 
 

@@ -2,8 +2,8 @@
 
 A run that is stopped and continued computes the same losses bit for bit on a CPU. That takes all of: a data order that
 is a function of (seed, epoch), skipped batches instead of re-drawn ones, augmentation seeded by (seed, epoch, index)
-(`training/data.py`), random numbers reseeded by (seed, micro-step, rank) at every micro-step, and the step and the
-moving average in the checkpoint.
+(`training/data.py`), random numbers reseeded by (seed, micro-step, rank) at every micro-step (`training/streams.py`),
+and the step and the moving average in the checkpoint.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import dataclasses
 import fcntl
 import json
 import os
-import random
 import shutil
 import time
 from collections.abc import Iterator
@@ -29,6 +28,8 @@ from torch.utils.data import IterableDataset
 
 from training.config import TrainConfig
 from training.config_io import config_hash, dump_config, flatten, from_fields, to_fields
+from training.processes import command_of, is_accelerate_launch
+from training.streams import seed_for
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
@@ -51,7 +52,10 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
         project_dir=config.output_dir,
         # split_batches: the loader's batch is the global one, whatever the number of processes
         dataloader_config=DataLoaderConfiguration(
-            split_batches=True, use_seedable_sampler=True, data_seed=config.seed, non_blocking=True
+            split_batches=True,
+            use_seedable_sampler=True,
+            data_seed=seed_for("data-order", seed=config.seed),
+            non_blocking=True,
         ),
         # an update always takes the same number of micro-batches, also across the end of an epoch
         gradient_accumulation_plugin=GradientAccumulationPlugin(
@@ -91,11 +95,8 @@ def _launcher_processes() -> int | None:
     With `--cpu` the launcher leaves no trace of the number in the environment, so its command line is the only place
     where the user's wish can be seen.
     """
-    try:
-        words = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
-    except OSError:
-        return None
-    if not any("accelerate" in word for word in words[:3]) or "launch" not in words:
+    words = command_of(os.getppid())
+    if not is_accelerate_launch(words):
         return None
     for position, word in enumerate(words):
         name, equals, value = word.partition("=")
@@ -124,6 +125,18 @@ def open_run(accelerator: Accelerator, config: TrainConfig) -> Path:
     if config.log_with is not None:
         accelerator.init_trackers("attnres-vision", config={k: str(v) for k, v in flatten(to_fields(config)).items()})
     return run_dir
+
+
+def how_to_go_on(config: TrainConfig) -> str:
+    """What a run that is stopped says, on its main process: where it is and how it goes on."""
+    if int(os.environ.get("RANK", 0)) != 0:
+        return ""
+    run_dir = Path(config.output_dir)
+    kept = sorted((run_dir / "checkpoints").glob("step_*"))
+    point = f"its last checkpoint, {kept[-1].name}" if kept else "the start: it has no checkpoint (checkpoint_interval)"
+    if config.resume == "none":
+        return f"the run is in {run_dir}. With resume: auto the same command goes on from {point}"
+    return f"the run is in {run_dir}. The same command goes on from {point}"
 
 
 _locks: dict[Path, IO[str]] = {}  # open files, which hold their locks until the process ends
@@ -165,19 +178,6 @@ def _check_same_config(run_dir: Path, config: TrainConfig) -> None:
             f"{run_dir} holds a run of another config (different: {changed}); choose another output_dir, "
             "or resume: none to start over"
         )
-
-
-def seed_of(*numbers: int) -> int:
-    """One well mixed 64-bit seed from several numbers."""
-    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
-
-
-def reseed(*numbers: int) -> None:
-    """Seed torch, NumPy (timm's mixup) and `random`, on every device, from the numbers."""
-    seed = seed_of(*numbers)
-    torch.manual_seed(seed)
-    np.random.seed(seed % 2**32)
-    random.seed(seed)
 
 
 def endless_batches(accelerator: Accelerator, loader: Any, start: int) -> Iterator[Any]:

@@ -17,7 +17,7 @@ from torch import nn
 from tqdm import tqdm
 
 import attnres_vision
-from training import checkpoint, loop, measure
+from training import checkpoint, loop, measure, streams
 from training.average import NoAverage
 from training.config import OptimConfig, ScheduleConfig
 from training.config_io import config_hash, to_fields
@@ -82,7 +82,7 @@ def train(task: Task) -> dict[str, Any]:
     need = memory_need(task)
     accelerator.print(f"memory: {measure.describe_memory(need)}")
     measure.check_memory(need, accelerator.device)
-    loop.reseed(config.seed)
+    streams.reseed("setup", seed=config.seed)
 
     ####################################################################################################################
     # Data
@@ -94,6 +94,7 @@ def train(task: Task) -> dict[str, Any]:
     # Model, optimiser, schedule
     ####################################################################################################################
     memory_before = measure.peak_memory(accelerator.device)
+    streams.reseed("init", seed=config.seed)  # whatever was drawn for the data
     bare_model = task.build_model().to(accelerator.device)
     average = (NoAverage if config.ema_decay is None else task.average)(bare_model, config.ema_decay)
     optimizer = make_optimizer(bare_model, config.optim)
@@ -135,7 +136,7 @@ def train(task: Task) -> dict[str, Any]:
         for part in range(parts):
             batch, micro_step = next(batches), progress.step * parts + part
             # After the batch is there: drop path, dropout and mixup are functions of (seed, micro-step, rank).
-            loop.reseed(config.seed, micro_step, rank)
+            streams.reseed("step", seed=config.seed, micro_step=micro_step, rank=rank)
             with accelerator.accumulate(model):
                 loss = task.loss(model, batch, micro_step)
                 accelerator.backward(loss)

@@ -14,8 +14,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-if __name__ == "__main__" and not __package__:  # run as a file: modules are found from the repository, not from here
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+if __name__ == "__main__":
+    if not __package__:  # run as a file: modules are found from the repository, not from here
+        sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from training.processes import end_with_parent
+
+    end_with_parent()  # before the slow imports
 
 import safetensors.torch
 import torch
@@ -23,16 +27,15 @@ from accelerate import Accelerator, PartialState
 from torch import Tensor, nn
 
 import attnres_vision
-from training import encoders, generate, measure, trainer, video_data, video_models
+from training import encoders, generate, loop, measure, processes, trainer, video_data, video_models
 from training.average import NoAverage, TrainedParameters
 from training.config_io import load_config
 from training.diagnostics import depth_profile, depth_weights, depth_weights_by_timestep
-from training.loop import seed_of
 from training.objective import make_objective, squared_error
+from training.streams import generator_for
 from training.video_config import VideoConfig
 
 PROBE_CLIPS = 16
-_GRID_NOISE = 1  # seed of the noise of the validation grid: one grid for all runs, whatever their seed
 
 
 def train(config: VideoConfig) -> dict[str, Any]:
@@ -106,8 +109,8 @@ class VideoTask:
         noise, level, dropped = torch.empty_like(clean), [], []
         first = self.accelerator.process_index * len(clean)  # shares are contiguous, and equally large
         for row in range(len(clean)):
-            generator = torch.Generator(clean.device)
-            generator.manual_seed(seed_of(self.config.seed, micro_step, first + row))
+            place = {"seed": self.config.seed, "micro_step": micro_step, "row": first + row}
+            generator = generator_for("train-noise", clean.device, **place)
             noise[row].normal_(generator=generator)
             level.append(self.objective.draw(generator))
             chance = torch.rand(1, generator=generator, device=clean.device)
@@ -245,13 +248,13 @@ class VideoTask:
 
     @torch.no_grad()
     def samples(self, model: nn.Module, captions: list[str]) -> Iterator[Tensor]:
-        """Generated clips in pixels, on the CPU, in batches; every process makes all of them."""
+        """Generated clips in pixels, on the CPU, in batches that the processes share out; every process gets all."""
         sampling, device = self.config.sampling, self.accelerator.device
-        noise = generate.fixed_noise(sampling.seed, len(captions), self.test_set.clip_shape)
         vae = encoders.load_vae(sampling.vae, device=device) if sampling.vae is not None else None
-        for first in range(0, len(captions), self.config.data.eval_batch_size):
-            part = slice(first, first + self.config.data.eval_batch_size)
-            texts = [self.test_set.text_of(caption) for caption in captions[part]]
+
+        def make(indices: list[int]) -> Tensor:
+            rows = [generate.noise_row(sampling.seed, index, self.test_set.clip_shape) for index in indices]
+            texts = [self.test_set.text_of(captions[index]) for index in indices]
             text = {name: torch.stack([of[name] for of in texts]).to(device) for name in self.empty_text}
             predict = generate.guided(
                 lambda noisy, timestep, text: self.predict_at(model, noisy, timestep, text).float(),
@@ -259,8 +262,23 @@ class VideoTask:
                 self.empty_text,
                 sampling.guidance,
             )
-            clips = self.objective.sample(predict, noise[part].to(device), sampling.steps)
-            yield (clips if vae is None else encoders.decode_clips(vae, clips)).float().cpu()
+            clips = self.objective.sample(predict, torch.stack(rows).to(device), sampling.steps)
+            return (clips if vae is None else encoders.decode_clips(vae, clips)).float()
+
+        yield from self.share_out(len(captions), make)
+
+    def share_out(self, count: int, make: Callable[[list[int]], Tensor]) -> Iterator[Tensor]:
+        """Clips 0..count-1, in this order and on the CPU, of which every process makes its share and gets all.
+
+        Every process calls `make` equally often, with equally many clips: a sharded model takes all of them for one.
+        """
+        for first in range(0, count, self.config.data.eval_batch_size):
+            indices = list(range(first, min(count, first + self.config.data.eval_batch_size)))
+            with self.accelerator.split_between_processes(list(indices), apply_padding=True) as share:
+                made = make(share)
+            clips = self.accelerator.gather(made.contiguous())
+            made_by = self.accelerator.gather(torch.tensor(share, device=made.device)).tolist()
+            yield clips[[made_by.index(index) for index in indices]].cpu()  # without what filled up the shares
 
     def real_clips(self, captions: list[str]) -> dict[str, Tensor]:
         """A test clip of every caption, in pixels; none of latents, which would have to be decoded."""
@@ -270,20 +288,28 @@ class VideoTask:
         return {caption: self.test_set[known.index(caption)]["clip"] for caption in set(captions) if caption in known}
 
     def frechet(self, model: nn.Module) -> dict[str, Any]:
-        """The Frechet distance of generated clips to as many test clips (in pixels), or to all if there are less."""
+        """The Frechet distance of generated clips to as many test clips (in pixels), or to all if there are less.
+
+        On the main process.
+        """
         from training.frechet import FrechetDistance
 
         sampling, device = self.config.sampling, self.accelerator.device
         distance = FrechetDistance(sampling.extractor, device)
         vae = encoders.load_vae(sampling.vae, device=device) if sampling.vae is not None else None
         count = min(sampling.frechet, len(self.test_set))
-        for number in range(count):
-            clip = self.test_set[number * len(self.test_set) // count]["clip"][None].to(device)
-            clip = clip if vae is None else encoders.decode_clips(vae, clip)
-            distance.update(clip.float().clamp(-1, 1), real=True)
-        for clips in self.samples(model, self.captions(sampling.frechet)):
-            distance.update(clips.clamp(-1, 1).to(device), real=False)
-        return distance.result()
+
+        def real(numbers: list[int]) -> Tensor:
+            taken = [self.test_set[number * len(self.test_set) // count]["clip"] for number in numbers]
+            clips = torch.stack(taken).to(device)
+            return (clips if vae is None else encoders.decode_clips(vae, clips)).float()
+
+        generated = self.samples(model, self.captions(sampling.frechet))
+        for is_real, batches in ((True, self.share_out(count, real)), (False, generated)):
+            for clips in batches:
+                if self.accelerator.is_main_process:
+                    distance.update(clips.clamp(-1, 1).to(device), real=is_real)
+        return distance.result() if self.accelerator.is_main_process else {}
 
 
 def save_weights(model: Any, config: VideoConfig, run_dir: Path) -> None:
@@ -297,7 +323,7 @@ def save_weights(model: Any, config: VideoConfig, run_dir: Path) -> None:
 
 
 def _grid_noise(index: int, column: int, like: Tensor) -> Tensor:
-    generator = torch.Generator().manual_seed(seed_of(_GRID_NOISE, index, column))
+    generator = generator_for("validation-noise", index=index, column=column)
     return torch.randn(like.shape, generator=generator).to(like)
 
 
@@ -330,7 +356,9 @@ def speed_batch(config: VideoConfig) -> int:
 
 
 def main(argv: list[str] | None = None) -> None:
-    train(load_config(VideoConfig, argv))
+    config = load_config(VideoConfig, argv)
+    with processes.stoppable(lambda: loop.how_to_go_on(config)):
+        train(config)
     PartialState().destroy_process_group()
 
 

@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 from training import clips
 from training.data import Splits, check_batch_sizes, indexed_loaders
 from training.latents import latent_datasets
-from training.loop import seed_of
+from training.streams import numpy_for
 from training.text import ByteText, Text
 from training.video_data_config import TextConfig, VideoDataConfig
 from training.video_files import Part, Video, find_videos, report, split
@@ -142,7 +142,7 @@ class VideoClips(Dataset):
         part, span = self.parts[which], self.config.span
         last = part.high - span
         if self.random_starts:
-            random = np.random.default_rng(seed_of(self.seed, self.epoch, index))
+            random = numpy_for("clip", seed=self.seed, epoch=self.epoch, index=index)
             return part.video, int(random.integers(part.low, last + 1)), random.random() < self.config.hflip
         number = index - (self.ends[which - 1] if which else 0)
         starts = np.linspace(part.low, last, self._count(part)).round().astype(int)

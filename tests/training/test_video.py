@@ -6,15 +6,20 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
 import yaml
+from accelerate import PartialState
 from conftest import ROOT, clean_env, run
+from PIL import Image
 
 import dit
 from tests.dit.tiny import MODELS
@@ -123,7 +128,8 @@ def test_a_killed_run_continues_bit_for_bit(small: Any, tmp_path: Path) -> None:
 
 
 def test_two_processes_equal_one_at_the_same_global_batch(small: Any, tmp_path: Path) -> None:
-    changes = merge(EVERYTHING, {"schedule": {"steps": 8}, "eval_interval": 4})
+    sampling = {"count": 5, "steps": 2, "frechet": 7}  # shares of four clips, and of what is left
+    changes = merge(EVERYTHING, {"schedule": {"steps": 8}, "eval_interval": 4, "sampling": sampling})
     dump_config(small(changes, "two"), tmp_path / "two.yaml")
     done = run(
         *("-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu", "--num_machines", 1),
@@ -138,7 +144,52 @@ def test_two_processes_equal_one_at_the_same_global_batch(small: Any, tmp_path: 
     for mine, theirs in zip(one, two, strict=True):
         assert mine.pop("kind") == theirs.pop("kind")
         assert mine == pytest.approx(theirs, rel=1e-5)
-    assert json.loads((tmp_path / "two" / "result.json").read_text())["processes"] == 2
+    found = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("one", "two")]
+    assert [result["processes"] for result in found] == [1, 2]
+    assert found[0]["samples"] == found[1]["samples"]
+    for name in found[0]["samples"]["strips"]:
+        strips = [np.asarray(Image.open(tmp_path / run / name)).astype(int) for run in ("one", "two")]
+        assert np.abs(strips[0] - strips[1]).max() <= 1  # what rounds to the next of 256 values
+    assert found[0]["frechet"]["value"] == pytest.approx(found[1]["frechet"]["value"], rel=1e-3)
+    assert [found[1]["frechet"][side] for side in ("real", "generated")] == [7, 7]
+
+
+@pytest.mark.parametrize("count", [1, 3, 9])
+def test_processes_share_out_the_samples_and_all_get_all(count: int, small: Any) -> None:
+    """Three processes, as threads: every clip is made once but for what fills up the last share, equally many each."""
+    barrier, given = threading.Barrier(3), {}
+    made: list[list[list[int]]] = [[], [], []]
+
+    class Process:
+        num_processes, device = 3, torch.device("cpu")
+
+        def __init__(self, rank: int) -> None:
+            self.process_index = rank
+
+        split_between_processes = PartialState.split_between_processes
+
+        def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+            given[self.process_index] = tensor
+            barrier.wait(30)
+            whole = torch.cat([given[rank] for rank in range(3)])
+            barrier.wait(30)
+            return whole
+
+    def share(rank: int) -> torch.Tensor:
+        task: Any = video.VideoTask(small({"data": {"eval_batch_size": 6}}))
+        task.accelerator = Process(rank)
+
+        def make(indices: list[int]) -> torch.Tensor:
+            made[rank].append(indices)
+            return torch.tensor(indices, dtype=torch.float32)[:, None].expand(-1, 2)
+
+        return torch.cat(list(task.share_out(count, make)))
+
+    with ThreadPoolExecutor(3) as pool:
+        for clips in pool.map(share, range(3)):
+            assert clips[:, 0].tolist() == list(range(count))
+    sizes = [[len(indices) for indices in calls] for calls in made]
+    assert sizes[0] == sizes[1] == sizes[2] == {1: [1], 3: [1], 9: [2, 1]}[count]
 
 
 # fmt: off
