@@ -19,7 +19,7 @@ def form_groups(blocks: Iterable[Sequence[DepthAttention]]) -> None:
     for block in blocks:
         if not _can_share(block):
             group = []
-        elif group and len(group) + len(block) <= MAX_READERS and block[0].config.query != "block":
+        elif group and len(group) + len(block) <= MAX_READERS and block[0].known_from == "start":
             group += block
         else:  # parallel branches open a block together, and the first one's read is of no use to the others
             group = [reader for reader in block if reader is block[0] or not reader.opens_block]
@@ -34,6 +34,5 @@ def leave_groups(readers: Collection[DepthAttention], left: Collection[DepthAtte
 
 
 def _can_share(block: Sequence[DepthAttention]) -> bool:
-    config = block[0].config
-    known = config.query != "token" and config.heads == 1 and all(reader.query is not None for reader in block)
-    return known and block[0].opens_block
+    known = all(reader.known_from != "read" and reader.query is not None for reader in block)
+    return known and block[0].config.heads == 1 and block[0].opens_block

@@ -6,9 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnres_vision.config import AttnResConfig
+from attnres_vision.config import AttnResConfig, Query
 from attnres_vision.ops.dtypes import compute_dtype
 from attnres_vision.stream.stream import DepthStream
+
+# From when on a query is known: the start of the forward pass, its block's entry, or not before it reads. Readers whose
+# queries are known early share a pass over the sources (two_phase.py).
+KNOWN_FROM: dict[Query, str] = {"static": "start", "condition": "start", "block": "block", "token": "read"}
 
 
 class DepthQuery(nn.Module):
@@ -66,6 +70,11 @@ class DepthQuery(nn.Module):
             value = None if shape is None else nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
             self.register_parameter(parameter, value)
         self.reset_parameters()
+
+    @property
+    def known_from(self) -> str:
+        """ "start", "block" or "read", see KNOWN_FROM."""
+        return KNOWN_FROM[self.kind]
 
     @torch.no_grad()
     def reset_parameters(self, *names: str) -> None:

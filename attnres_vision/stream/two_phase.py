@@ -53,7 +53,7 @@ def earlier_read(reader: DepthQuery, stream: DepthStream) -> Earlier | None:
     newer = len(stream.blocks) + (stream.open_block is not None) - earlier.count
     if newer < 1 or earlier.lse.device != stream.device:
         return None
-    if reader.kind == "block" and (newer > 1 or stream.is_closed):  # its query was that of another block
+    if reader.known_from == "block" and (newer > 1 or stream.is_closed):  # its query was that of another block
         return None
     if not torch.is_grad_enabled() or earlier.lse.requires_grad:
         return earlier
