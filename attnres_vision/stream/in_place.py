@@ -30,4 +30,4 @@ def version(tensor: Tensor) -> int:
 
 def is_changed(tensor: Tensor, recorded: int) -> bool:
     """Whether the tensor has been changed in place since `recorded` was its version."""
-    return UNKNOWN not in (recorded, version(tensor)) and recorded != version(tensor)
+    return recorded != UNKNOWN and tensor._version != recorded

@@ -99,7 +99,8 @@ class DepthStream:
                 "or write `new = stream + ...`"
             )
         changed = [*map(in_place.is_changed, self.blocks, self.versions or ())]
-        changed += [] if self.open_block is None else [self.open_block.is_changed]
+        if self.open_block is not None:
+            changed.append(self.open_block.is_changed)
         if True in changed:
             raise RuntimeError(
                 f"source {changed.index(True)} of the residual stream of an AttnRes model was changed by an in-place "
