@@ -176,7 +176,7 @@ def test_single_stream_blocks_copy_no_source(name: str) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["flux", "qwen-image", "chroma", "flux2"])
 def test_hosts_that_clip_their_streams_in_fp16(name: str) -> None:
-    """What clipping does to the reads is in tests/core/test_stream_parts.py; here the host's own code calls it."""
+    """What clipping does to the reads is in tests/stream/test_stream_parts.py; here the host's own code calls it."""
     stock, inputs = stock_model(name, torch.float16), inputs_for(name, torch.float16)
     exact, exact_inputs = stock_model(name), inputs_for(name)
     error = relative_error(stock(**inputs)[0].double(), exact(**exact_inputs)[0])

@@ -42,8 +42,9 @@ def default_model(name: str, dtype: torch.dtype = torch.float32, zero: bool = Fa
 
 
 @torch.no_grad()
-def output(model: Any, name: str, dtype: torch.dtype = torch.float32, **more: Any) -> Tensor:
-    result: Tensor = model(**inputs_for(name, dtype), **more)[0]
+def output(model: Any, name: str, dtype: torch.dtype = torch.float32, size: int = 4, **more: Any) -> Tensor:
+    """Of the inputs of `inputs_for`, and what else a test gives the model."""
+    result: Tensor = model(**inputs_for(name, dtype, size=size), **more)[0]
     return result
 
 

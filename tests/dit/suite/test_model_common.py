@@ -19,27 +19,12 @@ from torch import Tensor, nn
 import attnres_vision
 import dit
 from attnres_vision.attach.plan import reader_places
+from tests.dit.suite.hosts import NAMES, default_model, every_class, output
 from tests.dit.tiny import FP32_NORMS, MODELS, inputs_for, randomise_queries, relative_error, stock_model
-
-CLASSES = {class_name: name for name, (class_name, _, _) in reversed(MODELS.items())}  # one config per class
-every_class = pytest.mark.parametrize("name", sorted(CLASSES.values()))
-
-
-def default_model(name: str, dtype: torch.dtype = torch.float32) -> Any:
-    """Converted without an `attnres` argument."""
-    model = dit.convert(stock_model(name, dtype))
-    randomise_queries(model)
-    return model
 
 
 def class_of(name: str) -> Any:
     return getattr(dit.models, f"AttnRes{MODELS[name][0]}")
-
-
-@torch.no_grad()
-def output(model: Any, name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Tensor:
-    result: Tensor = model(**inputs_for(name, dtype, **options))[0]
-    return result
 
 
 def backward(model: nn.Module, name: str) -> tuple[Tensor, dict[str, Tensor]]:
@@ -68,7 +53,7 @@ def assert_has(model: nn.Module, wanted: dict[str, Tensor], dtype: torch.dtype) 
 
 
 def test_every_class_has_a_config_here() -> None:
-    assert {f"AttnRes{class_name}" for class_name in CLASSES} == set(dit.models.__all__)
+    assert {f"AttnRes{MODELS[name][0]}" for name in NAMES} == set(dit.models.__all__)
 
 
 # Construction and forward --------------------------------------------------------------------------------------------
@@ -227,8 +212,7 @@ def test_a_training_step_and_its_ema(name: str, tmp_path: Path) -> None:
 
 # Two streams joined in single-stream blocks, and a video model whose norm reads both streams
 COMPILED = [
-    name if name in ("flux", "cogvideox") else pytest.param(name, marks=pytest.mark.exhaustive)
-    for name in sorted(CLASSES.values())
+    name if name in ("flux", "cogvideox") else pytest.param(name, marks=pytest.mark.exhaustive) for name in NAMES
 ]
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import attnres_vision
 from attnres_vision.attach import families
-from tests.timm_models.tiny import attached_copy, images, randomise_depth, stock_model
+from tests.timm.tiny import attached_copy, images, randomise_depth, stock_model
 
 
 def fingerprint(model: nn.Module) -> tuple:
@@ -119,13 +119,13 @@ def test_a_block_class_without_a_reader_table() -> None:
     with untouched(model), pytest.raises(ValueError) as error:
         attnres_vision.attach(model)
     message = str(error.value)
-    assert "no reader table for block 'blocks.0' of class tests.core.test_failures.SandwichBlock" in message
-    assert "attnres_vision.families.BLOCKS['tests.core.test_failures.SandwichBlock'] = (" in message
+    assert "no reader table for block 'blocks.0' of class tests.attach.test_failures.SandwichBlock" in message
+    assert "attnres_vision.families.BLOCKS['tests.attach.test_failures.SandwichBlock'] = (" in message
 
 
 def test_the_way_out_works(monkeypatch: pytest.MonkeyPatch) -> None:
     """One line in the table carries a user's own block."""
-    monkeypatch.setitem(families.BLOCKS, "tests.core.test_failures.SandwichBlock", ("pre",))
+    monkeypatch.setitem(families.BLOCKS, "tests.attach.test_failures.SandwichBlock", ("pre",))
     kwargs = dict(img_size=32, embed_dim=48, depth=3, block_fn=SandwichBlock)
     stock = timm.create_model("vit_tiny_patch16_224", **kwargs).double().eval()
     x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
@@ -139,7 +139,7 @@ def test_the_way_out_works(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_table_line_that_names_a_module_the_block_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(families.BLOCKS, "tests.core.test_failures.SandwichBlock", ("pre", "norm2"))
+    monkeypatch.setitem(families.BLOCKS, "tests.attach.test_failures.SandwichBlock", ("pre", "norm2"))
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, embed_dim=48, depth=3, block_fn=SandwichBlock)
     with untouched(model), pytest.raises(ValueError, match=r"block 'blocks\.0' .*SandwichBlock has no module 'norm2'"):
         attnres_vision.attach(model, num_blocks=2)
@@ -196,7 +196,7 @@ ODD = {
 @pytest.mark.parametrize("case", ODD)
 def test_a_block_with_an_operation_that_the_stream_does_not_know(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     odd, named = ODD[case]
-    monkeypatch.setitem(families.BLOCKS, "tests.core.test_failures.OddBlock", ("norm",))
+    monkeypatch.setitem(families.BLOCKS, "tests.attach.test_failures.OddBlock", ("norm",))
     monkeypatch.setattr(OddBlock, "odd", staticmethod(odd))
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, embed_dim=48, depth=3, block_fn=OddBlock)
     attnres_vision.attach(model, num_blocks=2)

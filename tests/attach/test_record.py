@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from attnres_vision import DepthAttention, DepthStream, readers, record_depth_weights
-from tests.timm_models.tiny import attached_copy, images, randomise_depth, stock_model
+from tests.timm.tiny import attached_copy, images, randomise_depth, stock_model
 
 
 def independent_weights(sources: tuple[Tensor, ...], query: Tensor, heads: int) -> Tensor:

@@ -28,7 +28,7 @@ import attnres_vision
 from attnres_vision.attach import hosts
 from attnres_vision.attach.plan import reader_places
 from attnres_vision.timm.attnres_models import MODULES, base_names
-from tests.timm_models.tiny import MODELS, images, randomise, randomise_depth, stock_model
+from tests.timm.tiny import MODELS, images, randomise, randomise_depth, stock_model
 
 PREFIX = "attnres_"
 TINY_DEIT = dict(img_size=32, patch_size=8, embed_dim=48, depth=4, num_heads=4)

@@ -11,7 +11,7 @@ from timm.scheduler import CosineLRScheduler
 from torch import nn
 
 from attnres_vision import depth_param_groups
-from tests.timm_models.tiny import attached_copy, images, stock_model
+from tests.timm.tiny import attached_copy, images, stock_model
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from tests.timm_models.tiny import attached_copy, images, randomise_depth, stock_model
+from tests.timm.tiny import attached_copy, images, randomise_depth, stock_model
 
 
 class DoublingNorm(nn.LayerNorm):

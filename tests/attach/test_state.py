@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnres_vision import attnres_state_dict, load_attnres_state_dict, readers
-from tests.timm_models.tiny import MODELS, attached_copy, images, randomise_depth, stock_model
+from tests.timm.tiny import MODELS, attached_copy, images, randomise_depth, stock_model
 
 CONFIGS = {"static": {}, "token": {"query": "token"}, "block-rank3": {"query": "block", "rank": 3}}
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attnres_vision import DepthAttention, attnres_state_dict
-from tests.timm_models.tiny import attached_copy, images, randomise_depth, regularise, stock_model
+from tests.timm.tiny import attached_copy, images, randomise_depth, regularise, stock_model
 
 # A sublayer: the names of the modules that read the stream for it, and what it makes of one read per name.
 Sublayer = tuple[list[str], Callable[..., Tensor]]

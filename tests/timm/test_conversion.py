@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import attnres_vision
-from tests.timm_models.tiny import (
+from tests.timm.tiny import (
     MODELS,
     attached_copy,
     images,
