@@ -14,6 +14,7 @@ from torch._dynamo.backends.debugging import aot_eager
 
 from attnres_vision.ops import backend
 from tests.compat.models import attached, images
+from tests.sweeps import exhaustive
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
 TOKEN = {"block_size": 3, "query": "token", "rank": 4}
@@ -48,7 +49,7 @@ def assert_same_step(model: nn.Module, run: Any) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("config", [{"block_size": 3}, TOKEN], ids=["static", "token"])
+@pytest.mark.parametrize("config", [pytest.param({"block_size": 3}, id="static"), exhaustive(TOKEN, id="token")])
 def test_inductor_forward_and_backward_equal_eager(config: dict) -> None:
     model = attached("vit", config, depth=2).train()
     assert_same_step(model, torch.compile(model, fullgraph=True))
@@ -72,7 +73,12 @@ def test_whole_graph_forward_and_backward(name: str, config: dict) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "sums"), [({"block_size": 3}, 2), (TOKEN, 0), ({"mode": "full", "heads": 2}, 0)], ids=str
+    ("config", "sums"),
+    [
+        pytest.param({"block_size": 3}, 2, id="block"),
+        exhaustive(TOKEN, 0, id="token"),
+        exhaustive({"mode": "full", "heads": 2}, 0, id="full-heads"),
+    ],
 )
 def test_the_kernels_stay_fused_in_a_whole_graph(config: dict, sums: int, triton_device: str) -> None:
     """Every read is one operator, with its norm, and with the sum before it where no query is made from that."""
@@ -105,7 +111,7 @@ def test_checkpointed_blocks_between_compiled_frames_keep_the_kernels(triton_dev
         assert_same_step(model, torch.compile(model, fullgraph=False, backend="aot_eager"))
 
 
-@pytest.mark.parametrize("name", ["cait", "xcit"])
+@pytest.mark.parametrize("name", ["cait", exhaustive("xcit")])
 def test_late_class_tokens_break_the_graph(name: str) -> None:
     """Dynamo cannot trace torch.cat of a tensor and a stream; with fullgraph=False the model is right."""
     model = attached(name, depth=2).train()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import attnres_vision
 import dit
 from tests.dit.tiny import MODELS, inputs_for, randomise_queries, relative_error, stock_model
+from tests.sweeps import exhaustive
 
 TWO_STREAMS = {"query": "condition", "condition": ["timestep", "other_stream"], "block_size": 2}
 SINGLE_STREAM = ("ltx", "wan", "wan-raw-cross-attention")
@@ -116,7 +117,7 @@ def test_reentrant_checkpointing_is_an_error() -> None:
 # torch.compile -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["sd35", "flux", "hunyuan-video", "cogvideox", "wan"])
+@pytest.mark.parametrize("name", ["hunyuan-video", *map(exhaustive, ["sd35", "flux", "cogvideox", "wan"])])
 def test_the_whole_model_compiles_without_a_graph_break(name: str) -> None:
     torch._dynamo.reset()
     model = attached(name)
@@ -127,7 +128,7 @@ def test_the_whole_model_compiles_without_a_graph_break(name: str) -> None:
     assert_same(gradients(compiled, [inputs]), {f"_orig_mod.{key}": value for key, value in wanted.items()}, 1e-11)
 
 
-@pytest.mark.parametrize("name", ["sd3", "flux", "cogvideox"])
+@pytest.mark.parametrize("name", ["sd3", exhaustive("flux"), exhaustive("cogvideox")])
 def test_compile_repeated_blocks(name: str) -> None:
     """Every block has another number of sources: one compilation each, so the limit has to allow for them."""
     torch._dynamo.reset()

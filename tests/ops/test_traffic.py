@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from attnres_vision.ops import dispatch
+from tests.sweeps import exhaustive
 
 # What is counted does not depend on the machine; the interpreter of Triton 3.6 fails with some versions of NumPy
 pytestmark = pytest.mark.skipif(
@@ -44,7 +45,7 @@ print(json.dumps([dataclasses.asdict(launch) for launch in recorder.launches]))
 """
 
 
-@pytest.fixture(scope="module", params=[5, 13], ids=["unrolled", "looped"])
+@pytest.fixture(scope="module", params=[pytest.param(5, id="unrolled"), exhaustive(13, id="looped")])
 def recorded(request: pytest.FixtureRequest) -> tuple[int, list[dict[str, Any]]]:
     """How many sources, and a read of them with its LayerNorm, and its backward."""
     numbers = map(str, (request.param, SAMPLES, TOKENS, WIDTH))
@@ -136,7 +137,7 @@ print(json.dumps([dataclasses.asdict(launch) for launch in recorder.launches if 
 READERS = 6
 
 
-@pytest.fixture(scope="module", params=[5, 13], ids=["unrolled", "looped"])
+@pytest.fixture(scope="module", params=[pytest.param(5, id="unrolled"), exhaustive(13, id="looped")])
 def group(request: pytest.FixtureRequest) -> tuple[int, dict[str, list[dict[str, Any]]]]:
     """How many blocks, and the launches of six readers of them, by kernel."""
     command = [sys.executable, "-c", GROUP, *map(str, (request.param, SAMPLES, TOKENS, WIDTH, READERS))]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import dit
 from tests.dit.tiny import MODELS, inputs_for, randomise_queries, stock_model
+from tests.sweeps import exhaustive
 
 # One config per class
 NAMES = [
@@ -24,9 +25,7 @@ KINDS = ["sd35", "flux", "cogvideox", "wan"]
 def every_class_exhaustively(names: list[str] | None = None) -> Any:
     """The classes; all but one per kind of model (two streams, joint blocks, shared norms, one stream) on demand."""
     every = NAMES if names is None else names
-    return pytest.mark.parametrize(
-        "name", [name if name in KINDS else pytest.param(name, marks=pytest.mark.exhaustive) for name in every]
-    )
+    return pytest.mark.parametrize("name", [name if name in KINDS else exhaustive(name) for name in every])
 
 
 def default_model(name: str, dtype: torch.dtype = torch.float32, zero: bool = False) -> Any:

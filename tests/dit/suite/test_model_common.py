@@ -21,6 +21,7 @@ import dit
 from attnres_vision.attach.plan import reader_places
 from tests.dit.suite.hosts import NAMES, default_model, every_class, output
 from tests.dit.tiny import FP32_NORMS, MODELS, inputs_for, randomise_queries, relative_error, stock_model
+from tests.sweeps import exhaustive
 
 
 def class_of(name: str) -> Any:
@@ -210,11 +211,7 @@ def test_a_training_step_and_its_ema(name: str, tmp_path: Path) -> None:
 
 # Compilation ---------------------------------------------------------------------------------------------------------
 
-# Two streams joined in single-stream blocks, and a video model whose norm reads both streams
-COMPILED = [
-    name if name in ("flux", "cogvideox") else pytest.param(name, marks=pytest.mark.exhaustive) for name in NAMES
-]
-
+COMPILED = [name if name == "flux" else exhaustive(name) for name in NAMES]  # two streams, joined in the end
 
 LAYERS = ("num_layers", "num_single_layers", "num_mmdit_layers", "num_single_dit_layers")
 
