@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import importlib.util
 import os
 import re
@@ -37,12 +36,12 @@ def _has_triton() -> bool:
 HAS_TRITON = _has_triton()
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"  # kernels run on the CPU: tests on machines without a GPU
 
-_chosen: contextvars.ContextVar[str] = contextvars.ContextVar("attnres_backend", default="auto")
+_chosen = "auto"  # a plain variable: torch.compile guards on it, and of a ContextVar older versions know nothing
 
 
 @contextlib.contextmanager
 def backend(name: str) -> Iterator[None]:
-    """Choose the implementation of depth attention for what runs inside.
+    """Choose the implementation of depth attention for what runs inside, in all threads.
 
     Args:
         name: "auto" (Triton where its kernels can run, else eager), "eager", or "triton", which raises a ValueError at
@@ -50,11 +49,12 @@ def backend(name: str) -> Iterator[None]:
     """
     if name not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {name!r}")
-    token = _chosen.set(name)
+    global _chosen
+    before, _chosen = _chosen, name
     try:
         yield
     finally:
-        _chosen.reset(token)
+        _chosen = before
 
 
 def is_traced(kernel: str = "eager") -> bool:
@@ -71,13 +71,12 @@ def is_traced(kernel: str = "eager") -> bool:
 
 def choose(sources: Sequence[Tensor], heads: int, add: Tensor | None = None) -> str:
     """ "triton" or "eager", for a read of these sources, `add` on the last one."""
-    chosen = _chosen.get()
-    if chosen == "eager" or (chosen == "auto" and sources[0].device.type != "cuda"):
+    if _chosen == "eager" or (_chosen == "auto" and sources[0].device.type != "cuda"):
         return "eager"
     obstacle = _obstacle(sources, heads, add)
     if obstacle is None:
         return "triton"
-    if chosen == "triton":
+    if _chosen == "triton":
         raise ValueError(f"backend 'triton' cannot compute this read: {obstacle}")
     return "eager"
 
