@@ -10,10 +10,8 @@ The stream is the only place that holds the state of a forward pass. It knows no
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +24,8 @@ from attnres_vision.ops.dtypes import promoted
 from attnres_vision.ops.two_phase import Earlier
 from attnres_vision.stream import in_place
 from attnres_vision.stream.open_block import OpenBlock
-from attnres_vision.stream.refusals import refusal, refuse, refuse_operators
+from attnres_vision.stream.refusals import refuse
+from attnres_vision.stream.residual import ResidualStream
 
 
 class HostView(NamedTuple):
@@ -48,7 +47,7 @@ PLAIN = HostView()
 
 # A dataclass, because FSDP2 finds the tensors of dataclasses, and a pytree node (below) for everything else.
 @dataclasses.dataclass(eq=False)
-class DepthStream:
+class DepthStream(ResidualStream):
     """What the layers so far have added to the residual stream, kept apart by block.
 
     Attributes:
@@ -148,12 +147,6 @@ class DepthStream:
         kernel = dispatch.choose((self.blocks[0], block.total, delta), 1)
         return kernel == "triton" and not dispatch.is_traced(kernel)
 
-    def __add__(self, delta: Tensor) -> DepthStream:
-        return self.write(delta)
-
-    def __radd__(self, delta: Tensor) -> DepthStream:
-        return self.write(delta)
-
     def __iadd__(self, delta: Tensor) -> DepthStream:
         new = self.write(delta)
         self.superseded = True
@@ -168,29 +161,17 @@ class DepthStream:
             total = total + source
         return total if self.host_view.bounds is None else total.clamp(*self.host_view.bounds)
 
-    # What a host may ask of its residual tensor ----------------------------------------------------------------------
+    @property
+    def tensor(self) -> Tensor:  # type: ignore[override]
+        return self.blocks[0]
 
     @property
-    def shape(self) -> torch.Size:
-        return self.blocks[0].shape
-
-    @property
-    def dtype(self) -> torch.dtype:
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
         return self.blocks[0].dtype if self.host_view.dtype is None else self.host_view.dtype
 
     @property
-    def device(self) -> torch.device:
-        return self.blocks[0].device
-
-    @property
-    def ndim(self) -> int:
-        return self.blocks[0].ndim
-
-    def dim(self) -> int:
-        return self.blocks[0].ndim
-
-    def size(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self.shape[dim]
+    def channel_dim(self) -> int:  # type: ignore[override]
+        return self.host_view.channel_dim
 
     # Linear, token-wise operations act on every source ---------------------------------------------------------------
 
@@ -216,7 +197,7 @@ class DepthStream:
         )
 
     def __getitem__(self, index: Any) -> DepthStream:
-        part = self.map(lambda source: source[index])
+        part = super().__getitem__(index)
         part.part = Part.find(self, index)
         return part
 
@@ -232,53 +213,12 @@ class DepthStream:
             self.blocks, self.open_block, self.part = written.blocks, written.open_block, written.part
             self.ahead, self.versions = None, written.versions
 
-    def reshape(self, *shape: Any) -> DepthStream:
-        return self.map(lambda source: source.reshape(*shape))
+    def to_device(self, device: Any, non_blocking: bool) -> DepthStream:
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=non_blocking)
 
-    def view(self, *shape: Any) -> DepthStream:
-        return self.map(lambda source: source.view(*shape))
-
-    def split(self, size: int | Sequence[int], dim: int = 0) -> tuple[DepthStream, ...]:
-        length = self.shape[dim]
-        sizes = [min(size, length - start) for start in range(0, length, size)] if isinstance(size, int) else list(size)
-        before = (slice(None),) * (dim % self.ndim)
-        stops = itertools.accumulate(sizes)
-        return tuple(self[before + (slice(stop - size, stop),)] for stop, size in zip(stops, sizes, strict=True))
-
-    def chunk(self, chunks: int, dim: int = 0) -> tuple[DepthStream, ...]:
-        return self.split(-(-self.shape[dim] // chunks), dim)
-
-    def permute(self, *dims: Any) -> DepthStream:
-        order = [dim % self.ndim for dim in (dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims)]
-        channel_dim = order.index(self.host_view.channel_dim % self.ndim) - self.ndim
-        return self.map(lambda source: source.permute(order), channel_dim)
-
-    def channels_last(self) -> DepthStream:
-        """The stream with its width in the last dimension, where readers need it."""
-        channel_dim = self.host_view.channel_dim
-        return self if channel_dim == -1 else self.map(lambda source: source.movedim(channel_dim, -1), -1)
-
-    def contiguous(self) -> DepthStream:
-        return self  # the tensor that is read out of the stream is contiguous
-
-    def to(self, *args: Any, **kwargs: Any) -> DepthStream:
-        dtype, device = kwargs.get("dtype"), kwargs.get("device")
-        for value in args:
-            if isinstance(value, (Tensor, DepthStream)):
-                dtype, device = value.dtype, value.device
-            elif isinstance(value, torch.dtype):
-                dtype = value
-            elif isinstance(value, (str, torch.device)) or (isinstance(value, int) and not isinstance(value, bool)):
-                device = value
-        stream = self
-        if device is not None and torch.device(device) != self.device:
-
-            def move(tensor: Tensor) -> Tensor:
-                return tensor.to(device, non_blocking=kwargs.get("non_blocking", False))
-
-            condition, other = (None if vector is None else move(vector) for vector in (self.condition, self.other))
-            stream = dataclasses.replace(self.map(move), condition=condition, other=other)
-        return stream if dtype is None else stream.to_dtype(dtype)
+        condition, other = (None if vector is None else move(vector) for vector in (self.condition, self.other))
+        return dataclasses.replace(self.map(move), condition=condition, other=other)
 
     def to_dtype(self, dtype: torch.dtype) -> DepthStream:
         """The stream as one of another dtype: reads and sums change, the finished sources stay as they are."""
@@ -290,12 +230,6 @@ class DepthStream:
         if block is not None and block.settle().dtype != dtype:
             block = OpenBlock(block.total.to(dtype), closed=block.closed)
         return dataclasses.replace(self, open_block=block, host_view=self.host_view._replace(dtype=None))
-
-    def float(self) -> DepthStream:
-        return self.to_dtype(torch.float32)
-
-    def type_as(self, other: Tensor | DepthStream) -> DepthStream:
-        return self.to(other)
 
     def clip(self, min: Any = None, max: Any = None) -> DepthStream:
         """What hosts do against overflow in fp16. The sources are clipped, and so is every read of them.
@@ -332,40 +266,6 @@ class DepthStream:
         ]
         joined = [torch.cat(rows, dim) for rows in zip(*columns, strict=True)]
         return first._of(joined, all(stream.is_closed for stream in streams), other=None)
-
-    # Everything else is an error -------------------------------------------------------------------------------------
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _ADD and not kwargs and len(args) == 2:
-            left, right = args
-            # write, not +: dynamo would trace `+` back into this function
-            return left.write(right) if isinstance(left, DepthStream) else right.write(left)
-        if func in _CAT:
-            return cls.cat(*args, **kwargs)
-        if func is Tensor.type_as and not isinstance(args[0], DepthStream):
-            return args[0].to(args[1].dtype)
-        if func in _METHODS:
-            return getattr(args[0], func.__name__)(*args[1:], **kwargs)
-        if isinstance(func, torch._ops.HigherOrderOperator):  # torch.compile meets torch.utils.checkpoint
-            raise TypeError(
-                f"{func.name()} inside torch.compile(fullgraph=True) cannot take a DepthStream: leave gradient "
-                "checkpointing off in a compiled model (torch._functorch.config.activation_memory_budget saves memory "
-                "there), or compile with fullgraph=False"
-            )
-        refuse(getattr(func, "__qualname__", str(func)))
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(refusal(f".{name}"), name=name, obj=self)
-
-
-_ADD = {operator.add, operator.iadd, torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__}
-_CAT = {torch.cat, torch.concat, torch.concatenate}
-_METHODS = {torch.reshape, torch.permute, torch.split, torch.chunk, torch.clip, torch.clamp}
-refuse_operators(DepthStream)
 
 
 @dataclasses.dataclass(eq=False)
