@@ -118,7 +118,6 @@ def family_of(model: nn.Module) -> Family:
     Raises:
         ValueError: there is none; the message lists the known model classes.
     """
-    _import_lines(type(model))
     family = _lookup(MODELS, model)
     wrapped = next(
         (name for name in ("module", "_orig_mod") if isinstance(getattr(model, name, None), nn.Module)), None
@@ -202,9 +201,9 @@ def _lookup(table: Mapping[str, _Line], module: nn.Module) -> _Line | None:
     return next((table[_path(cls)] for cls in type(module).__mro__ if _path(cls) in table), None)
 
 
-def _import_lines(cls: type) -> None:
-    """Import the modules that installed packages declare for the libraries that a model class comes from."""
-    for library in {_library(base) for base in cls.__mro__}:
+def import_lines(model: nn.Module) -> None:
+    """Import the modules that installed packages declare for the libraries that a model's class comes from."""
+    for library in {_library(base) for base in type(model).__mro__}:
         _import_lines_of(library)
 
 

@@ -87,6 +87,7 @@ def make_plan(model: nn.Module, config: AttnResConfig) -> Plan:
     attached = any(isinstance(module, DepthAttention) for module in model.modules())
     if attached or any(isinstance(module, AttnResHost) for module in list(model.modules())[1:]):
         raise ValueError(f"model {type(model).__name__} has Attention Residuals already: detach it first")
+    families.import_lines(model)
     family = families.family_of(model)
     host = model.get_submodule(family.inner)
     places = reader_places(host)

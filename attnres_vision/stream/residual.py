@@ -1,7 +1,7 @@
 """ResidualStream: what a host library may do with the object in its residual tensor's place, and what it may not.
 
 A kind of residual connection is a subclass: it says how a layer's output is written and how a linear, token-wise
-function acts. Here is the rest of a tensor's behaviour, which follows from that. Whatever is not here raises a `TypeError`
+function acts. Here is the rest of a tensor's behaviour, which follows from that. Whatever is not here is a `TypeError`
 that names the operation: a silent fall-back to the plain sum would train another model than the one that was asked for.
 """
 

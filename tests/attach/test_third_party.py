@@ -8,6 +8,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 
 import attnres_vision
@@ -75,6 +76,7 @@ def made_up_vit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for table in (attnres_vision.families.BLOCKS, attnres_vision.families.MODELS):
         for name in [name for name in table if name.startswith("made_up_vit")]:
             del table[name]
+    attnres_vision.families._import_lines_of.cache_clear()  # the next test installs the package again
 
 
 def test_attach_finds_the_reader_lines_of_an_installed_package(made_up_vit) -> None:
@@ -92,6 +94,18 @@ def test_attach_finds_the_reader_lines_of_an_installed_package(made_up_vit) -> N
             torch.nn.init.normal_(parameter)
     assert not torch.allclose(model(tokens), stock(tokens), rtol=1e-3)
     assert type(attnres_vision.detach(model)) is made_up_vit.MadeUpViT
+
+
+def test_the_lines_of_a_package_count_for_its_subclass_of_a_known_model(made_up_vit, monkeypatch) -> None:
+    """timm's own line would fit it too."""
+
+    class Wide(timm.models.vision_transformer.VisionTransformer):
+        pass
+
+    monkeypatch.setattr(Wide, "__module__", "made_up_vit.models")
+    model = Wide(img_size=8, patch_size=4, embed_dim=12, depth=2, num_heads=2)
+    attnres_vision.attach(model, num_blocks=2)
+    assert "made_up_vit.attnres" in sys.modules
 
 
 def test_attaching_a_diffusers_model_imports_dit_and_a_timm_model_does_not() -> None:

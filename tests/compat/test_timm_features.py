@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import attnres_vision
+from attnres_vision.attach.host import AttnResHost
 from tests.compat.models import DEPTH, MODELS, WIDTH, attached, converted, host_of, images, randomise
 
 INDICES = [None, 2, [1, 3], [3, 0], [0, -1], [2, 2], (1,)]
@@ -46,7 +47,7 @@ def options_of(model: nn.Module, name: str) -> list[dict[str, Any]]:
     method = next(
         vars(cls)["forward_intermediates"]
         for cls in type(model).__mro__
-        if "forward_intermediates" in vars(cls) and cls is not attnres_vision.host.AttnResHost
+        if "forward_intermediates" in vars(cls) and not issubclass(cls, AttnResHost)
     )
     known = inspect.signature(method).parameters.keys()
     only_nchw = name in ("sam",)
