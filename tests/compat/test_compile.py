@@ -103,6 +103,7 @@ def test_the_kernels_stay_fused_in_a_whole_graph(config: dict, sums: int, triton
         assert sum(function in (operator.add, operator.iadd, torch.add) for function in functions) == 1
 
 
+@pytest.mark.exhaustive
 def test_checkpointed_blocks_between_compiled_frames_keep_the_kernels(triton_device: str) -> None:
     """Where the graph breaks, eager and compiled readers share the sources."""
     model = attached("vit", {"block_size": 3}, depth=2).train().to(triton_device)

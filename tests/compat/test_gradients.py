@@ -14,6 +14,7 @@ from torch import Tensor
 
 from attnres_vision.ops import dispatch
 from tests.compat.models import MODELS, attached
+from tests.sweeps import covering
 
 CONFIGS = {
     "block": {"block_size": 3},
@@ -51,9 +52,7 @@ def gradients(name: str, config: dict, consume: Callable[..., list[Tensor]]) -> 
     return {"images": images.grad, **{name: parameter.grad for name, parameter in model.named_parameters()}}
 
 
-@pytest.mark.parametrize("consume", [logits, transposed_features])
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-@pytest.mark.parametrize("name", MODELS)
+@covering(name=list(MODELS), config=CONFIGS, consume={"logits": logits, "features": transposed_features})
 def test_gradients_equal_the_decomposed_operators(name, config, consume, monkeypatch):
     if name.startswith("naflex") and config.get("query") == "condition":
         pytest.skip("NaFlexVit has no condition")

@@ -35,6 +35,7 @@ def test_context_parallel_plans_stay_valid() -> None:
     run_two_processes("context-parallel", ["flux", "wan", "qwen-image"])
 
 
+@pytest.mark.exhaustive  # tests/training has a video model of two processes in the default run
 def test_ddp_gradients_equal_those_of_one_process() -> None:
     run_two_processes("ddp", ["sd35", "flux", "hunyuan-video", "cogvideox", "auraflow"])
 

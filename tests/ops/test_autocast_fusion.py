@@ -23,6 +23,7 @@ from attnres_vision.attach.families import StreamArgument
 from attnres_vision.ops import backend, reference
 from attnres_vision.stream.lazy_read import LazyRead
 from attnres_vision.stream.stream import DepthStream
+from tests.sweeps import covering
 
 SHAPE = (2, 5, 48)
 
@@ -66,8 +67,7 @@ DTYPES = {
 }
 
 
-@pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
+@covering(norm=NORMS, dtypes=DTYPES)
 def test_a_fused_sum_and_norm_are_what_the_separate_ones_are(norm: nn.Module, dtypes: Any, device: str) -> None:
     norm = copy.deepcopy(norm).to(device)
     values = [torch.randn(SHAPE).to(device, dtype) for dtype in dtypes]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from attnres_vision.ops import Norm, backend, depth_attention, operator, reference
+from tests.sweeps import covering, exhaustive
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # What half-precision sources lose: a sum, h and dh are rounded on the way (2^-9 each for bf16), and a norm divides
@@ -139,9 +140,9 @@ def check(case: Case, device: str, outputs: slice = slice(None)) -> None:
 SIZES = [(n, width) for n in (1, 2, 9, 33, 65) for width in (16, 48, 96, 192, 384) if n * width <= 9 * 384]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize(("n", "width"), SIZES, ids=[f"n{n}-D{width}" for n, width in SIZES])
-def test_any_depth_and_width(n, width, dtype, triton_device):
+@covering(size={f"n{n}-D{width}": (n, width) for n, width in SIZES}, dtype=["fp32", "bf16"])
+def test_any_depth_and_width(size, dtype, triton_device):
+    n, width = size
     """n up to a 32-layer model read by every sublayer; widths that are no powers of two; an odd number of tokens."""
     check(Case(n, (1, 3, width), dtypes=(dtype,)), triton_device)
 
@@ -198,7 +199,10 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+SLOW = ("n20-adaln-add", "n11-mixed-token-add", "n9-adaln-h2", "n12-mixed", "n10-odd-width")
+
+
+@pytest.mark.parametrize("name", [exhaustive(name) if name in SLOW else name for name in OPTIONS])
 def test_every_option(name, triton_device):
     check(OPTIONS[name], triton_device)
 
@@ -224,19 +228,17 @@ def test_one_of_the_results_can_be_used_alone(used, n, triton_device):
     assert_close(*grads, case.tolerance)
 
 
-@pytest.mark.parametrize(
-    "without",
-    [
-        ("source0", "source2", "query"),
-        ("source1", "add", "weight", "shift"),
-        ("source2", "add", "scale"),
-        ("source0", "source1", "source2", "source10", "add"),
-        ("query", "weight", "bias", "scale", "shift"),
-        ("source0", "source1", "source2", "add", "query"),
-    ],
-    ids="+".join,
-)
-@pytest.mark.parametrize("n", [3, 11], ids=["", "looped"])
+WITHOUT = [
+    ("source0", "source2", "query"),
+    ("source1", "add", "weight", "shift"),
+    ("source2", "add", "scale"),
+    ("source0", "source1", "source2", "source10", "add"),
+    ("query", "weight", "bias", "scale", "shift"),
+    ("source0", "source1", "source2", "add", "query"),
+]
+
+
+@covering(without={"+".join(names): names for names in WITHOUT}, n={"": 3, "looped": 11})
 def test_only_what_requires_grad_gets_one(n, without, triton_device):
     case = Case(n, norm="adaln-affine", add="fp32")
     leaves = case.inputs(triton_device)
@@ -262,9 +264,7 @@ VIEWS = {
 }
 
 
-@pytest.mark.parametrize("n", [3, 11], ids=["", "looped"])
-@pytest.mark.parametrize("query", ["static", "sample", "token"])
-@pytest.mark.parametrize("view", VIEWS)
+@covering(view=list(VIEWS), query=["static", "sample", "token"], n={"": 3, "looped": 11})
 def test_views_of_larger_tensors(view, query, n, triton_device):
     """Sources and `add` as slices of what a model has, next to some that are contiguous."""
     shape = VIEWS[view](torch.empty(4, 7, 48)).shape
@@ -312,8 +312,10 @@ def test_an_empty_batch(shape, triton_device):
 
 @pytest.mark.parametrize(
     "case",
-    [Case(9, heads=2), Case(14, (1, 37, 96), norm="adaln-affine", dtypes=("bf16",))],
-    ids=["held", "walked-twice"],
+    [
+        pytest.param(Case(9, heads=2), id="held"),
+        exhaustive(Case(14, (1, 37, 96), norm="adaln-affine", dtypes=("bf16",)), id="walked-twice"),
+    ],
 )
 def test_two_runs_give_the_same_bits(case, triton_device):
     runs = []

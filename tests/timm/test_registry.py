@@ -56,17 +56,28 @@ def test_no_model_of_a_module_is_left_out(module: str) -> None:
     assert [name for name in base if not timm.is_model(PREFIX + name)] == []
 
 
+def built(name: str) -> Any:
+    """The model at its full size, on the meta device."""
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    found = attnres_vision.readers(model)
+    queries = [reader for reader in found.values() if reader.query is not None]
+    assert len(queries) >= 2, name
+    assert config_of(model) == attnres_vision.AttnResConfig(num_blocks=8), name
+    assert model.pretrained_cfg["architecture"] == name
+    return model
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_model_of_every_module_builds_at_its_full_size(module: str) -> None:
+    built(PREFIX + timm.list_models(module=module)[0])
+
+
+@pytest.mark.exhaustive
 def test_every_listed_model_builds_and_has_its_readers() -> None:
-    """All names at their full size, on the meta device."""
     classes: Counter[str] = Counter()
     for name in timm.list_models("attnres_*"):
-        with torch.device("meta"):
-            model = timm.create_model(name)
-        found = attnres_vision.readers(model)
-        queries = [reader for reader in found.values() if reader.query is not None]
-        assert len(queries) >= 2, name
-        assert config_of(model) == attnres_vision.AttnResConfig(num_blocks=8), name
-        assert model.pretrained_cfg["architecture"] == name
+        model = built(name)
         for family in (VisionTransformer, Eva, NaFlexVit):
             classes[family.__name__] += isinstance(model, family)
     assert classes["VisionTransformer"] >= 206
