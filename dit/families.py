@@ -1,4 +1,4 @@
-"""Reader tables for diffusers: one line per block class, one per model class. See attnres_vision/families.py.
+"""Reader tables for diffusers: one line per block class, one per model class. See attnres_vision/attach/families.py.
 
 `image` is what a block calls `hidden_states` (the video, in a video model), `text` its `encoder_hidden_states`; JOINT
 are both, joined along the tokens in single-stream blocks. A reader sits on the norm in front of a sublayer, or on the

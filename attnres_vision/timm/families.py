@@ -1,4 +1,4 @@
-"""Reader tables for timm: one line per block class, one per model class. See attnres_vision/families.py."""
+"""Reader tables for timm: one line per block class, one per model class. See attnres_vision/attach/families.py."""
 
 from typing import Any
 
