@@ -17,7 +17,7 @@ from tests.training.conftest import ROOT, clean_env, losses, run
 from training.config.image import ImageConfig
 from training.config.io import dump_config, from_fields, load_config, merge, to_fields
 from training.data import images
-from training.loop import checkpoint, run
+from training.loop import checkpoint
 from training.loop.optim import make_optimizer, make_scheduler
 from training.loop.run import check_process_count
 from training.tasks import image

@@ -13,7 +13,7 @@ from tests.training.conftest import ROOT
 from training import compare
 from training.config.image import ImageConfig
 from training.config.io import config_hash, dump_config, from_fields, load_config, merge, to_fields
-from training.image import build_model
+from training.tasks.image import build_model
 
 TABLES = sorted((ROOT / "configs" / "image").glob("*.yaml"))
 
