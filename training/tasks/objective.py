@@ -7,8 +7,9 @@ shift of the levels is one number, `ObjectiveConfig.shift`, that training and sa
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,39 +23,63 @@ LEVELS = 1000
 Predict = Callable[[Tensor, Tensor], Tensor]
 
 
-class Objective(Protocol):
-    """What both objectives do."""
+class Objective(ABC):
+    """Noise and targets at the levels of a scheduler, and sampling with it.
 
+    Args:
+        scheduler: of diffusers, with `LEVELS` levels.
+        sigmas: the share of noise at each level, in 0..1.
+    """
+
+    def __init__(self, scheduler: Any, sigmas: Tensor) -> None:
+        self.scheduler, self.sigmas = scheduler, sigmas
+
+    @abstractmethod
     def draw(self, generator: torch.Generator) -> Tensor:
         """A level to train at, (1,) int64, on the generator's device."""
 
-    def levels(self, sigmas: Tensor) -> Tensor:
-        """The levels nearest to noise levels (B,) in 0..1."""
-
-    def sigma(self, level: Tensor) -> Tensor:
-        """The share of noise at levels (B,), in 0..1."""
-
+    @abstractmethod
     def timestep(self, level: Tensor) -> Tensor:
         """What the model is told, (B,) in 0..1000."""
 
+    @abstractmethod
     def add_noise(self, clean: Tensor, noise: Tensor, level: Tensor) -> Tensor:
         """The clip at a level of noise."""
 
+    @abstractmethod
     def target(self, clean: Tensor, noise: Tensor, level: Tensor) -> Tensor:
         """What the model should predict."""
 
+    @abstractmethod
     def weight(self, level: Tensor) -> Tensor:
         """Factor on the squared error in training, (B,)."""
 
-    def sample(self, predict: Predict, noise: Tensor, steps: int, generator: torch.Generator | None = None) -> Tensor:
+    @abstractmethod
+    def set_timesteps(self, steps: int, device: torch.device) -> None:
+        """Tell the scheduler how many steps sampling takes."""
+
+    def levels(self, sigmas: Tensor) -> Tensor:
+        """The levels nearest to noise levels (B,) in 0..1."""
+        return (self.sigmas.to(sigmas.device)[:, None] - sigmas).abs().argmin(0)
+
+    def sigma(self, level: Tensor) -> Tensor:
+        """The share of noise at levels (B,), in 0..1."""
+        return self.sigmas.to(level.device)[level]
+
+    def sample(self, predict: Predict, noise: Tensor, steps: int) -> Tensor:
         """Clips from noise, with the stock scheduler.
 
         Args:
             predict: the model's prediction from (noisy clips, timestep (B,)), with guidance, if any, already in it.
             noise: where it starts.
             steps: of the scheduler.
-            generator: of schedulers that draw random numbers on the way; these here do not.
         """
+        self.set_timesteps(steps, noise.device)
+        sample = noise.float()
+        for timestep in self.scheduler.timesteps:
+            prediction = predict(sample.to(noise.dtype), timestep.expand(len(noise)))
+            sample = self.scheduler.step(prediction.float(), timestep, sample, return_dict=False)[0].float()
+        return sample.to(noise.dtype)
 
 
 def make_objective(config: ObjectiveConfig) -> Objective:
@@ -66,13 +91,13 @@ def squared_error(prediction: Tensor, target: Tensor) -> Tensor:
     return (prediction.float() - target.float()).square().flatten(1).mean(1)
 
 
-class Flow:
+class Flow(Objective):
     """Rectified flow: on the straight line from the clip to noise, the model predicts `noise - clean`."""
 
     def __init__(self, config: ObjectiveConfig) -> None:
         self.config = config
         scheduler: Any = FlowMatchEulerDiscreteScheduler(num_train_timesteps=LEVELS, shift=config.shift)
-        self.scheduler, self.sigmas = scheduler, scheduler.sigmas.clone()
+        super().__init__(scheduler, scheduler.sigmas.clone())
 
     def draw(self, generator: torch.Generator) -> Tensor:
         config = self.config
@@ -87,17 +112,11 @@ class Flow:
         )
         return (u * LEVELS).long().clamp(0, LEVELS - 1)
 
-    def levels(self, sigmas: Tensor) -> Tensor:
-        return _nearest(self.sigmas, sigmas)
-
-    def sigma(self, level: Tensor) -> Tensor:
-        return self.sigmas.to(level.device)[level]
-
     def timestep(self, level: Tensor) -> Tensor:
         return self.sigma(level) * LEVELS
 
     def add_noise(self, clean: Tensor, noise: Tensor, level: Tensor) -> Tensor:
-        sigma = _as(self.sigma(level), clean)
+        sigma = self.sigma(level).to(clean.dtype).view(-1, *[1] * (clean.ndim - 1))
         return (1 - sigma) * clean + sigma * noise
 
     def target(self, clean: Tensor, noise: Tensor, level: Tensor) -> Tensor:
@@ -106,18 +125,12 @@ class Flow:
     def weight(self, level: Tensor) -> Tensor:
         return compute_loss_weighting_for_sd3(self.config.weighting, self.sigma(level))
 
-    def sample(self, predict: Predict, noise: Tensor, steps: int, generator: torch.Generator | None = None) -> Tensor:
+    def set_timesteps(self, steps: int, device: torch.device) -> None:
         # Sigmas are given, as HunyuanVideo's pipeline does: those that the scheduler would choose are shifted twice.
-        sigmas = np.linspace(1.0, 0.0, steps + 1)[:-1].tolist()
-        self.scheduler.set_timesteps(sigmas=sigmas, device=noise.device)
-        sample = noise.float()
-        for timestep in self.scheduler.timesteps:
-            prediction = predict(sample.to(noise.dtype), timestep.expand(len(noise)))
-            sample = self.scheduler.step(prediction.float(), timestep, sample, return_dict=False)[0]
-        return sample.to(noise.dtype)
+        self.scheduler.set_timesteps(sigmas=np.linspace(1.0, 0.0, steps + 1)[:-1].tolist(), device=device)
 
 
-class Velocity:
+class Velocity(Objective):
     """v-prediction with CogVideoX's schedule.
 
     CogVideoX's training weighs the squared error of the clip by 1 / (1 - alphas_cumprod); that is the plain squared
@@ -137,16 +150,10 @@ class Velocity:
             rescale_betas_zero_snr=True,
             snr_shift_scale=config.shift,
         )
-        self.scheduler, self.sigmas = scheduler, (1 - scheduler.alphas_cumprod).sqrt().float()
+        super().__init__(scheduler, (1 - scheduler.alphas_cumprod).sqrt().float())
 
     def draw(self, generator: torch.Generator) -> Tensor:
         return torch.randint(0, LEVELS, (1,), generator=generator, device=generator.device)
-
-    def levels(self, sigmas: Tensor) -> Tensor:
-        return _nearest(self.sigmas, sigmas)
-
-    def sigma(self, level: Tensor) -> Tensor:
-        return self.sigmas.to(level.device)[level]
 
     def timestep(self, level: Tensor) -> Tensor:
         return level
@@ -160,18 +167,5 @@ class Velocity:
     def weight(self, level: Tensor) -> Tensor:
         return torch.ones_like(self.sigma(level))
 
-    def sample(self, predict: Predict, noise: Tensor, steps: int, generator: torch.Generator | None = None) -> Tensor:
-        self.scheduler.set_timesteps(steps, device=noise.device)
-        sample: Any = noise.float()
-        for timestep in self.scheduler.timesteps:
-            prediction = predict(sample.to(noise.dtype), timestep.expand(len(noise)))
-            sample = self.scheduler.step(prediction.float(), timestep, sample, return_dict=False)[0].float()
-        return sample.to(noise.dtype)
-
-
-def _nearest(table: Tensor, sigmas: Tensor) -> Tensor:
-    return (table.to(sigmas.device)[:, None] - sigmas).abs().argmin(0)
-
-
-def _as(values: Tensor, clip: Tensor) -> Tensor:
-    return values.to(clip.dtype).view(-1, *[1] * (clip.ndim - 1))
+    def set_timesteps(self, steps: int, device: torch.device) -> None:
+        self.scheduler.set_timesteps(steps, device=device)

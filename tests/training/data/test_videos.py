@@ -14,8 +14,8 @@ from tests.training.videos import damage, write_sound, write_video
 from training.config.clips import TextConfig, VideoDataConfig
 from training.data import clips
 from training.data.files import find_videos, read_captions, split
-from training.data.text import ByteText
 from training.data.loaders import make_loaders
+from training.data.text import ByteText
 from training.data.videos import VideoClips, make_datasets
 
 TEXT = TextConfig(width=8, length=32, pooled_width=4)
