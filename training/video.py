@@ -18,20 +18,13 @@ if __name__ == "__main__":
 
     end_with_parent()  # before the slow imports
 
-from accelerate import PartialState
-
-from training.config.io import load_config
 from training.config.video import VideoConfig
-from training.loop.run import how_to_go_on
-from training.system.processes import stoppable
+from training.loop.run import run_command
 from training.tasks.video import train
 
 
 def main(argv: list[str] | None = None) -> None:
-    config = load_config(VideoConfig, argv)
-    with stoppable(lambda: how_to_go_on(config)):
-        train(config)
-    PartialState().destroy_process_group()
+    run_command(VideoConfig, train, argv)
 
 
 if __name__ == "__main__":

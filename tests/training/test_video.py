@@ -152,7 +152,8 @@ def test_two_processes_equal_one_at_the_same_global_batch(small: Any, tmp_path: 
         strips = [np.asarray(Image.open(tmp_path / run / name)).astype(int) for run in ("one", "two")]
         assert np.abs(strips[0] - strips[1]).max() <= 1  # what rounds to the next of 256 values
     assert found[0]["frechet"]["value"] == pytest.approx(found[1]["frechet"]["value"], rel=1e-3)
-    assert [found[1]["frechet"][side] for side in ("real", "generated")] == [7, 7]
+    for result in found:  # the test set has four clips
+        assert [result["frechet"][side] for side in ("real", "generated")] == [4, 7]
 
 
 @pytest.mark.parametrize("count", [1, 3, 9])

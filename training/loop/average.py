@@ -76,7 +76,7 @@ class TrainedParameters(NoAverage):
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        from diffusers.training_utils import EMAModel
+        from diffusers.training_utils import EMAModel  # slow to import, and images do without
 
         self.ema = EMAModel(self.averaged(model), decay=decay, foreach=True)
 

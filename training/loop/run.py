@@ -13,28 +13,37 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import yaml
-from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate import Accelerator, DataLoaderConfiguration, PartialState
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import GradientAccumulationPlugin
 from torch.utils.data import IterableDataset
 
 from training.config.base import TrainConfig
-from training.config.io import config_hash, dump_config, flatten, from_fields, to_fields
+from training.config.io import config_hash, dump_config, flatten, from_fields, load_config, to_fields
 from training.system.disk import lock_folder
-from training.system.processes import command_of, is_accelerate_launch
+from training.system.processes import command_of, is_accelerate_launch, stoppable
 from training.system.streams import seed_for
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
 RESULT = "result.json"
 START = "start.json"
+Config = TypeVar("Config", bound=TrainConfig)
+
+
+def run_command(config_class: type[Config], train: Callable[[Config], object], argv: Sequence[str] | None) -> None:
+    """What the training scripts do: the config from the command line, a run that says how it goes on when stopped."""
+    config = load_config(config_class, argv)
+    with stoppable(lambda: how_to_go_on(config)):
+        train(config)
+    PartialState().destroy_process_group()
 
 
 def make_accelerator(config: TrainConfig) -> Accelerator:

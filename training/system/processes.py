@@ -84,10 +84,12 @@ def _ignore(handlers: Mapping[int, Any]) -> None:
 
 
 def _say_and_exit(signum: int, message: str) -> SystemExit:
-    for stream in (sys.stdout, sys.stderr):
+    """Say it on stderr, or on stdout where nobody reads that: `accelerate launch`, once killed, forwards none of it."""
+    for stream in (sys.stderr, sys.stdout):
         try:
-            if stream is sys.stderr and message:
-                print(f"\nstopped by {signal.Signals(signum).name}: {message}", file=stream)
+            if message:
+                print(f"\nstopped by {signal.Signals(signum).name}: {message}", file=stream, flush=True)
+                message = ""
             stream.flush()
         except (OSError, ValueError):  # nobody reads it: Python would try again at exit, and change the exit code
             with contextlib.suppress(OSError, ValueError):

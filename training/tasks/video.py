@@ -262,7 +262,10 @@ class VideoTask(Task):
         if self.config.data.name == "latents":
             return {}
         known = self.test_set.captions
-        return {caption: self.test_set[known.index(caption)]["clip"] for caption in set(captions) if caption in known}
+        asked = [
+            caption for caption in dict.fromkeys(captions) if caption in known
+        ]  # in an order that files can follow
+        return {caption: self.test_set[known.index(caption)]["clip"] for caption in asked}
 
     def frechet(self, model: nn.Module) -> dict[str, Any]:
         """The Frechet distance of generated clips to as many test clips (in pixels), or to all if there are less.

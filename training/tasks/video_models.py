@@ -88,7 +88,7 @@ def _freeze(model: Any, config: VideoModelConfig) -> None:
     if config.train != "full":
         model.requires_grad_(False)
     if "lora" in config.train:
-        from peft import LoraConfig
+        from peft import LoraConfig  # slow to import, and most runs have no adapters
 
         adapter = LoraConfig(r=config.lora.rank, lora_alpha=config.lora.alpha, target_modules=list(config.lora.targets))
         try:

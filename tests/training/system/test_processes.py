@@ -232,6 +232,8 @@ def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path, alive: Calla
     process.kill()
     process.wait()
     assert eventually(lambda: not alive(), 30), alive()
+    text = (tmp_path / "log").read_text()
+    assert f"stopped by SIGTERM: 0 of 1 runs are complete, in {tmp_path / 'out'}" in text
 
 
 @pytest.mark.parametrize("resume", ["auto", "none"])
