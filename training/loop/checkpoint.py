@@ -22,7 +22,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 
-import attnres_vision
+from training.loop.optim import depth_parameters
 from training.system.disk import flush_to_disk, sha256
 
 MANIFEST = "manifest.json"
@@ -73,7 +73,7 @@ def leave_out_base(accelerator: Accelerator, model: nn.Module) -> None:
 
 def of_base(model: nn.Module) -> set[str]:
     """The names of the parameters that stay as the base has them."""
-    depth = {id(parameter) for reader in attnres_vision.readers(model).values() for parameter in reader.parameters()}
+    depth = set(map(id, depth_parameters(model)))
     return {
         name
         for name, parameter in model.named_parameters(remove_duplicate=False)

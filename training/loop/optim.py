@@ -1,4 +1,4 @@
-"""timm's optimisers and schedules, with the depth parameters in groups of their own."""
+"""What is trained: depth parameters in groups of their own, with timm's optimisers and schedules."""
 
 from __future__ import annotations
 
@@ -7,9 +7,15 @@ from typing import Any
 import torch
 from timm.optim import create_optimizer_v2, param_groups_layer_decay, param_groups_weight_decay
 from timm.scheduler import create_scheduler_v2
+from torch import nn
 
 import attnres_vision
 from training.config.base import OptimConfig, ScheduleConfig
+
+
+def depth_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """What Attention Residuals have added to a model; empty for a standard one."""
+    return [parameter for reader in attnres_vision.readers(model).values() for parameter in reader.parameters()]
 
 
 def make_optimizer(model: Any, config: OptimConfig) -> torch.optim.Optimizer:

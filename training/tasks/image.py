@@ -18,6 +18,7 @@ from training.config.image import ImageConfig
 from training.data.images import make_datasets, make_mixup
 from training.data.loaders import Splits, StreamLoader, make_loaders
 from training.loop import trainer
+from training.loop.optim import depth_parameters
 from training.loop.task import Scores, Split, Task
 
 PROFILE_IMAGES = 64
@@ -111,9 +112,8 @@ def build_model(config: ImageConfig) -> nn.Module:
     if chosen.residual == "attnres":
         model = attnres_vision.attach(model, chosen.attnres)
     if chosen.freeze_queries:
-        for name, parameter in model.named_parameters():
-            if ".depth." in name:
-                parameter.requires_grad_(False)
+        for parameter in depth_parameters(model):
+            parameter.requires_grad_(False)
     if chosen.grad_checkpointing:
         model.set_grad_checkpointing(True)
     return model

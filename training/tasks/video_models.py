@@ -16,9 +16,9 @@ import torch
 from diffusers import CogVideoXPipeline, LTXPipeline
 from torch import Tensor, nn
 
-import attnres_vision
 import dit
 from training.config.video import VideoModelConfig
+from training.loop.optim import depth_parameters
 from training.tasks.objective import LEVELS
 
 _VAE_STEPS, _VAE_STRIDE = 8, 32  # frames and pixels that a latent of LTX stands for
@@ -101,10 +101,9 @@ def _freeze(model: Any, config: VideoModelConfig) -> None:
         last = model.transformer_blocks[-1]
         for module in (last.attn.to_add_out, last.ff_context):
             module.requires_grad_(False)
-    depth = {id(parameter) for reader in attnres_vision.readers(model).values() for parameter in reader.parameters()}
+    for parameter in depth_parameters(model):
+        parameter.requires_grad_(not config.freeze_queries and config.train != "lora")
     for name, parameter in model.named_parameters():
-        if id(parameter) in depth:
-            parameter.requires_grad_(not config.freeze_queries and config.train in ("full", "depth", "depth+lora"))
         matrix = parameter.ndim > 1 and not any(part in exact for part in name.split("."))
         half = matrix and not parameter.requires_grad and config.frozen_dtype == "bf16"
         parameter.data = parameter.data.to(torch.bfloat16 if half else torch.float32)
