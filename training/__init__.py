@@ -1,1 +1,4 @@
-"""Training and comparison scripts for Attention Residuals: `python -m training.image`, `python -m training.compare`."""
+"""The comparison: runnable modules on top (`compare`, `image`, `video`, `encode`), rooms below them.
+
+Each knows only what is below it: report and tasks, loop, evaluation and data, config and system (ARCHITECTURE.md).
+"""

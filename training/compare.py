@@ -5,10 +5,10 @@
     python -m training.compare --config configs/video/clips.yaml
 
 The YAML has `task`, "image" or "video", `base`, a config of `training.image` or `training.video`, and `variants`, what
-each variant changes in it. Runs that are
-complete are not repeated, interrupted ones continue, a changed config gets a folder of its own. On a CPU `jobs` runs
-go side by side, as processes of one thread each (more threads than cores would cost a factor); on a GPU one after the
-other; under `accelerate launch` with several processes one after the other, each with all processes.
+each variant changes in it. Runs that are complete are not repeated, interrupted ones continue, a changed config gets a
+folder of its own. On a CPU `jobs` runs go side by side, as processes of one thread each (more threads than cores would
+cost a factor); on a GPU one after the other; under `accelerate launch` with several processes one after the other, each
+with all processes.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 if __name__ == "__main__":  # before the slow imports
-    from training.processes import end_with_parent
+    from training.system.processes import end_with_parent
 
     end_with_parent()
 
@@ -37,80 +36,21 @@ import torch
 from accelerate import PartialState
 from accelerate.state import AcceleratorState, GradientState
 
-from training import image, loop, measure, processes, report, summary
-from training.config import ImageConfig, TrainConfig
-from training.config_io import config_hash, dump_config, from_fields, merge, parse, read_yaml, take_options, to_fields
+from training.config.compare import CompareConfig, config_class
+from training.config.io import config_hash, dump_config, from_fields, merge, parse, read_yaml, take_options, to_fields
+from training.loop import measure
+from training.loop.run import RESULT
+from training.report.results import Result
+from training.report.write import write
+from training.system import processes
+from training.system.disk import lock_folder, read_json, write_json
 
 _LAUNCHER = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-@dataclasses.dataclass(kw_only=True)
-class CompareConfig:
-    """A comparison: `python -m training.compare`.
-
-    Args:
-        name: title of the report.
-        task: what is trained, `"image"` or `"video"`.
-        base: config of every run.
-        variants: name of each variant and what it changes in `base`, as nested fields.
-        baseline: the variant that the others are compared with.
-        seeds: every variant runs once with each.
-        learning_rates: every variant runs with each; null keeps `base.optim.lr` and what variants say.
-        jobs: runs side by side on a CPU.
-        speed_rounds: training steps per variant, taken in turns in one process, that rate the speed; 0 is off.
-        smoke: what `--smoke` changes in this table, as nested fields, for a quick look whether everything works.
-        output_dir: where everything goes; null is `runs/<name of the YAML>`.
-    """
-
-    name: str = "comparison"
-    task: Literal["image"] = "image"
-    base: ImageConfig = field(default_factory=ImageConfig)
-    variants: dict[str, dict[str, Any]] = field(default_factory=dict)
-    baseline: str = "standard"
-    seeds: list[int] = field(default_factory=lambda: [0])
-    learning_rates: list[float] | None = None
-    jobs: int = 1
-    speed_rounds: int = 8
-    smoke: dict[str, Any] = field(default_factory=dict)
-    output_dir: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.baseline not in self.variants:
-            raise ValueError(
-                f"baseline must be one of the variants ({', '.join(self.variants)}), got {self.baseline!r}"
-            )
-        for name, values in (("seeds", self.seeds), ("learning_rates", self.learning_rates)):
-            if values is not None and (not values or len(set(values)) != len(values)):
-                raise ValueError(f"{name} must be different numbers, at least one, got {values!r}")
-        for name in self.variants:
-            if not name.replace("-", "").replace("_", "").isalnum():
-                raise ValueError(f"variants must have names of letters, digits, - and _, got {name!r}")
-        for name in ("jobs", "speed_rounds"):
-            if getattr(self, name) < (name == "jobs"):
-                raise ValueError(f"{name} must be at least {int(name == 'jobs')}, got {getattr(self, name)}")
-
-
-def config_class(task: Any) -> type[CompareConfig]:
-    """The class of a table's config. diffusers is imported for video only.
-
-    Raises:
-        ValueError: there is no such task.
-    """
-    if task == "image":
-        return CompareConfig
-    if task != "video":
-        raise ValueError(f"task must be 'image' or 'video', got {task!r}")
-    from training.video_config import VideoConfig
-
-    fields: list[Any] = [("task", Literal["video"], "video"), ("base", VideoConfig, field(default_factory=VideoConfig))]
-    made = dataclasses.make_dataclass("VideoCompareConfig", fields, bases=(CompareConfig,), kw_only=True)
-    made.__doc__ = CompareConfig.__doc__
-    return made
-
-
-def script(task: str) -> Any:
-    """The module that trains: `training.image` or `training.video`."""
-    return image if task == "image" else importlib.import_module("training.video")
+def task_module(task: str) -> Any:
+    """What trains: `training.tasks.image` or `training.tasks.video`; that one's diffusers is slow to import."""
+    return importlib.import_module(f"training.tasks.{task}")
 
 
 @dataclasses.dataclass
@@ -132,7 +72,7 @@ class Run:
 
     def result(self) -> dict[str, Any] | None:
         """The result of this very config; None if it is not complete."""
-        result = loop.read_json(self.folder / loop.RESULT)
+        result = read_json(self.folder / RESULT)
         return result if result is not None and result["config_hash"] == config_hash(self.config) else None
 
 
@@ -182,7 +122,7 @@ def _run_process(run: Run) -> tuple[float, str | None]:
     dump_config(run.config, asked)
     # a process of its own, also under a launcher that started this one as the only process of a group
     environment = {name: value for name, value in os.environ.items() if name not in _LAUNCHER}
-    if not _on_gpu(run.config):
+    if run.config.device.type == "cpu":
         environment["OMP_NUM_THREADS"] = "1"  # the sums, and so the losses, do not depend on the number of cores
     started = time.perf_counter()
     with (run.folder / "log.txt").open("a") as log:
@@ -190,7 +130,7 @@ def _run_process(run: Run) -> tuple[float, str | None]:
             [
                 sys.executable,
                 "-m",
-                script(run.task).__name__,
+                f"training.{run.task}",
                 "--config",
                 str(asked.resolve()),
                 "--output_dir",
@@ -211,7 +151,7 @@ def _run_process(run: Run) -> tuple[float, str | None]:
 def run_in_this_process(runs: list[Run]) -> None:
     """Train every run here, with all processes of the launcher. A failure ends all: the others would wait for it."""
     for run in runs:
-        script(run.task).train(run.config)
+        task_module(run.task).train(run.config)
         AcceleratorState._reset_state()
         GradientState._reset_state()
         gc.collect()  # a bf16 model holds itself through the forward that accelerate gave it: two would not fit
@@ -224,27 +164,20 @@ def side_by_side_speed(config: CompareConfig, runs: list[Run], path: Path) -> di
     if config.speed_rounds == 0:
         return {}
     first: dict[str, Any] = {}
-    trained = script(config.task)
     for run in runs:
         first.setdefault(run.variant, run.config)
     text = str([config.speed_rounds, *(config_hash(run_config) for run_config in first.values())])
     key = hashlib.sha256(text.encode()).hexdigest()
-    known = loop.read_json(path)
+    known = read_json(path)
     if known is not None and known["key"] == key:
         return known["speed"]
-    speed = measure.training_speed(
-        {name: trained.speed_step(run_config) for name, run_config in first.items()}, config.speed_rounds
-    )
+    task = task_module(config.task).TASK
+    tasks = {name: task(run_config) for name, run_config in first.items()}
+    speed = measure.training_speed({name: task.speed_step() for name, task in tasks.items()}, config.speed_rounds)
     for name, found in speed.items():
-        found["clips_per_second" if config.task == "video" else "images_per_second"] = (
-            trained.speed_batch(first[name]) / found["seconds_per_step"]
-        )
-    loop.write_json(path, {"key": key, "speed": speed})
+        found[f"{task.unit}_per_second"] = tasks[name].speed_batch / found["seconds_per_step"]
+    write_json(path, {"key": key, "speed": speed})
     return speed
-
-
-def _on_gpu(config: TrainConfig) -> bool:
-    return torch.cuda.is_available() and not config.cpu
 
 
 def load(argv: Sequence[str]) -> tuple[CompareConfig, Path]:
@@ -291,7 +224,7 @@ def compare(config: CompareConfig, runs: list[Run], output_dir: Path) -> int:
     missing = [run for run in runs if run.result() is None]
     if main_process:
         try:
-            loop.lock_folder(output_dir)
+            lock_folder(output_dir)
         except RuntimeError as error:
             raise SystemExit(f"error: {error}") from error
         print(f"{config.name}: {len(runs)} runs, {len(runs) - len(missing)} complete, in {output_dir}", flush=True)
@@ -300,18 +233,18 @@ def compare(config: CompareConfig, runs: list[Run], output_dir: Path) -> int:
     if several:
         run_in_this_process(missing)
     else:
-        failures = run_as_processes(missing, 1 if _on_gpu(config.base) else config.jobs)
+        failures = run_as_processes(missing, config.jobs if config.base.device.type == "cpu" else 1)
     if main_process:
         results = [
-            summary.Result(run.variant, run.seed, run.config.optim.lr, run.folder, result)
+            Result(run.variant, run.seed, run.config.optim.lr, run.folder, result)
             for run in runs
             if (result := run.result()) is not None
         ]
         if results:
-            if not _on_gpu(config.base):
+            if config.base.device.type == "cpu":
                 torch.set_num_threads(1)
             speed = side_by_side_speed(config, runs, output_dir / "speed.json")
-            print("\n" + report.write(output_dir, config.name, config.baseline, results, failures, speed))
+            print("\n" + write(output_dir, config.name, config.baseline, results, failures, speed))
             print(f"\nReport: {output_dir / 'report.html'}, {output_dir / 'report.md'}, {output_dir / 'summary.json'}")
     if several:
         PartialState().destroy_process_group()

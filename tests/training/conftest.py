@@ -15,9 +15,9 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 from PIL import Image
 
-from training.config import ImageConfig
-from training.config_io import from_fields, merge
-from training.loop import read_metrics
+from training.config.image import ImageConfig
+from training.config.io import from_fields, merge
+from training.loop.run import read_metrics
 
 ROOT = Path(__file__).parents[2]
 DIGITS: dict[str, Any] = {

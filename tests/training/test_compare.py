@@ -14,9 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from conftest import DIGITS, run
 
-from training import compare, image, report, summary
+from tests.training.conftest import DIGITS, run
+from training import compare
+from training.report import summary
+from training.report.panels import conclusions
+from training.report.results import spread as spread_of
+from training.tasks import image
 
 VARIANTS = {
     "standard": {},
@@ -228,7 +232,7 @@ def test_standard_that_never_reaches_the_loss_is_a_lower_bound() -> None:
 )
 def test_conclusions_say_no_more_than_the_seeds(values: list[float], phrases: list[str]) -> None:
     difference = {
-        **summary.spread(values),
+        **spread_of(values),
         "seeds": list(range(len(values))),
         "same_sign": len({value > 0 for value in values}) == 1,
     }
@@ -237,7 +241,7 @@ def test_conclusions_say_no_more_than_the_seeds(values: list[float], phrases: li
         "config_differences": {},
         "variants": {"standard": {}, "block": {"difference": {"test_loss": difference}}},
     }
-    sentence = report.conclusions(found)[0]
+    sentence = conclusions.conclusions(found)[0]
     assert sentence.startswith("block against standard, test loss:")
     for phrase in phrases:
         assert phrase in sentence

@@ -15,13 +15,15 @@ import torch
 
 from tests.training.video_pipelines import PIPELINES, save_pipeline
 from tests.training.videos import damage, write_video
-from training import clips, encoders
-from training.config_io import from_fields, merge
-from training.encode import EncodeConfig, encode, main
-from training.latents import LatentClips, Shards, read_manifest
-from training.text import ByteText
-from training.video_data import make_datasets
-from training.video_data_config import TextConfig, VideoDataConfig
+from training.config.clips import TextConfig, VideoDataConfig
+from training.config.encode import EncodeConfig
+from training.config.io import from_fields, merge
+from training.data import clips, encoders
+from training.data.encoding import encode
+from training.data.latents import LatentClips, Shards, read_manifest
+from training.data.text import ByteText
+from training.data.videos import make_datasets
+from training.encode import main
 
 CAPTIONS = {"a.mp4": "a photo of the sea", "b.mp4": "two dogs at night"}
 

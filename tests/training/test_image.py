@@ -12,11 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, clean_env, losses, run
 
-from training import checkpoint, data, image, loop, trainer
-from training.config import ImageConfig
-from training.config_io import dump_config, from_fields, load_config, merge, to_fields
+from tests.training.conftest import ROOT, clean_env, losses, run
+from training.config.image import ImageConfig
+from training.config.io import dump_config, from_fields, load_config, merge, to_fields
+from training.data import images
+from training.loop import checkpoint
+from training.loop.optim import make_optimizer, make_scheduler
+from training.loop.run import check_process_count
+from training.tasks import image
 
 EVERYTHING = {
     "model": {
@@ -105,7 +109,7 @@ def test_missing_or_empty_data_is_an_error_with_the_path(
     change(image_folder)
     config = from_fields(ImageConfig, {"data": {"root": str(image_folder), "num_classes": 2, "batch_size": 4}})
     with pytest.raises(error, match=message) as raised:
-        data.make_datasets(config.data, seed=0)
+        images.make_datasets(config.data, seed=0)
     assert str(image_folder) in str(raised.value)
 
 
@@ -118,7 +122,7 @@ def test_augmentation_is_a_function_of_seed_epoch_and_index(image_folder: Path) 
         "reprob": 0.5,
     }
     config = from_fields(ImageConfig, {"data": {**fields, "input_size": 32}}).data
-    first, again = (data.make_datasets(config, seed=1)[0] for _ in range(2))
+    first, again = (images.make_datasets(config, seed=1)[0] for _ in range(2))
     pixels = first[3][0]
     torch.rand(7)
     again.set_epoch(0)
@@ -136,8 +140,8 @@ def test_query_lr_scale_multiplies_the_learning_rate_on_top_of_layer_decay(digit
         }
     )
     model = image.build_model(config)
-    optimizer = trainer.make_optimizer(model, config.optim)
-    scheduler = trainer.make_scheduler(optimizer, config.schedule, config.optim, 100)
+    optimizer = make_optimizer(model, config.optim)
+    scheduler = make_scheduler(optimizer, config.schedule, config.optim, 100)
     scheduler.step_update(10)  # the peak
     rates = {id(p): (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]}
     seen = {name: rates[id(parameter)] for name, parameter in model.named_parameters()}
@@ -354,7 +358,7 @@ def test_a_wrong_process_count_is_an_error(digits: Any, monkeypatch: pytest.Monk
         image.train(digits({"num_processes": 2}))
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(RuntimeError, match="WORLD_SIZE in the environment says 4"):
-        loop.check_process_count(1, None)
+        check_process_count(1, None)
 
 
 def test_config_in_the_run_folder_repeats_the_run(digits: Any, tmp_path: Path) -> None:
