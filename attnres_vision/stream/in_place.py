@@ -25,7 +25,9 @@ def held(tensor: Tensor) -> Tensor:
 
 def version(tensor: Tensor) -> int:
     """How often the tensor, or another one of the same storage, has been changed in place."""
-    return UNKNOWN if torch.compiler.is_compiling() or is_uncounted(tensor) else tensor._version
+    if torch.compiler.is_compiling() or not isinstance(tensor, Tensor):  # a pytree's leaf may be anything
+        return UNKNOWN
+    return UNKNOWN if is_uncounted(tensor) else tensor._version
 
 
 def is_changed(tensor: Tensor, recorded: int) -> bool:

@@ -29,7 +29,6 @@ def run_two_processes(kind: str, names: list[str]) -> None:
     assert [line for line in run.stdout.splitlines() if line] == [f"{name}: two processes equal one" for name in names]
 
 
-@pytest.mark.skipif(not hasattr(diffusers, "ContextParallelConfig"), reason="this diffusers has no context parallelism")
 def test_context_parallel_plans_stay_valid() -> None:
     """Flux splits the model's inputs, Wan those of the first block, Qwen-Image also a mask at every block."""
     run_two_processes("context-parallel", ["flux", "wan", "qwen-image"])
@@ -40,7 +39,6 @@ def test_ddp_gradients_equal_those_of_one_process() -> None:
     run_two_processes("ddp", ["sd35", "flux", "hunyuan-video", "cogvideox", "auraflow"])
 
 
-@pytest.mark.skipif(not hasattr(diffusers, "ContextParallelConfig"), reason="this diffusers has no context parallelism")
 def test_the_mean_of_the_other_stream_cannot_be_split() -> None:
     config = {"block_size": 2, "query": "condition", "condition": ["other_stream"]}
     model = dit.convert(stock_model("flux"), config)

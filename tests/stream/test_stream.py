@@ -152,6 +152,13 @@ def test_a_stream_is_a_pytree() -> None:
     assert_maps(copy.deepcopy(stream), stream, lambda x: x)
 
 
+@pytest.mark.parametrize("leaf", [None, 0, "name"])
+def test_a_pytree_of_a_stream_may_hold_anything(leaf: object) -> None:
+    """torch's checkpoint maps each argument to None (2.9), functorch to dimensions."""
+    mapped = pytree.tree_map(lambda _: leaf, stream_of(2, 3, 4))
+    assert set(pytree.tree_leaves(mapped)) <= {leaf, None}
+
+
 # What it refuses -----------------------------------------------------------------------------------------------------
 
 REFUSED = {

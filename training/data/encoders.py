@@ -39,7 +39,7 @@ def load_text_pipeline(folder: str, dtype: torch.dtype, device: torch.device) ->
     name = index["_class_name"]
     without: dict[str, Any] = {part: None for part in index if part.startswith("transformer")}
     cls = getattr(diffusers, name)
-    return cls.from_pretrained(folder, **without, **_as_dtype(dtype), local_files_only=True).to(device)
+    return cls.from_pretrained(folder, **without, dtype=dtype, local_files_only=True).to(device)
 
 
 def pipeline_index(folder: str) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def load_vae(folder: str | Path, dtype: torch.dtype = torch.float32, device: tor
     cls = getattr(diffusers, name, None)
     if not name.startswith("Autoencoder") or cls is None:
         raise ValueError(f"vae must be an AutoencoderKL or its like in diffusers, got {name or 'no class'} in {path}")
-    vae = cls.from_pretrained(path, **_as_dtype(dtype), local_files_only=True).to(device).eval().requires_grad_(False)
+    vae = cls.from_pretrained(path, dtype=dtype, local_files_only=True).to(device).eval().requires_grad_(False)
     if hasattr(vae, "bn"):
         raise ValueError(f"vae must have its scale in its config; {name} normalises by a batch norm of packed latents")
     return vae
@@ -186,9 +186,3 @@ def _scale_of(vae: Any, latents: Tensor) -> tuple[Tensor | float, Tensor | float
 def _per_channel(vae: Any, name: str, latents: Tensor) -> Tensor | None:
     value = dict(vae.named_buffers()).get(name, vae.config.get(name))
     return None if value is None else torch.as_tensor(value).to(latents).view(-1, *[1] * (latents.dim() - 1))
-
-
-def _as_dtype(dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The argument of `from_pretrained`, which has a new name from diffusers 0.42 on."""
-    version = tuple(int(part) for part in diffusers.__version__.split(".")[:2])
-    return {"dtype" if version >= (0, 42) else "torch_dtype": dtype}
