@@ -24,7 +24,7 @@ from attnres_vision.attach.host import AttnResHost, stock_class
 from attnres_vision.config import AttnResConfig
 from attnres_vision.stream.reader import DepthAttention
 from dit.caches import check_cache, let_blocks_be_skipped
-from dit.parallel import split_blocks, split_embeddings, without_blocks
+from dit.parallel import remove_splits, split_blocks, split_embeddings, without_blocks
 
 
 class DiffusersHost(AttnResHost):
@@ -43,6 +43,7 @@ class DiffusersHost(AttnResHost):
         config = {key: value for key, value in self.config.items() if key != "attnres"}  # type: ignore[attr-defined]
         self._internal_dict = FrozenDict(config)
         self.__dict__.pop("_repeated_blocks", None)
+        remove_splits(cast(nn.Module, self))
         function = self.__dict__.get("_gradient_checkpointing_func")
         if isinstance(function, CheckpointAfterBegin):
             self._gradient_checkpointing_func = function.function
@@ -181,7 +182,8 @@ def diffusers_host_class(base: Any) -> Any:
     doc = f"`{base.__name__}` with Attention Residuals: its arguments, and `attnres`, an `AttnResConfig` as a dict."
     members = {"__init__": register_to_config(__init__), "__module__": "dit.models", "__doc__": doc}
     made = type(name, (mixin, base), members)
-    if "dit.models" in sys.modules:  # pipelines look the class up there
+    # Pipelines look the class up there; a class of somebody else's with the same name must not take its place
+    if "dit.models" in sys.modules and base.__module__.startswith("diffusers."):
         setattr(sys.modules["dit.models"], name, made)
     return made
 

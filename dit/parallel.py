@@ -50,6 +50,16 @@ def split_blocks(host: nn.Module, blocks: dict[str, dict[str, Any]], config: Any
                 block.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
 
 
+def remove_splits(host: nn.Module) -> None:
+    """Remove what `split_blocks` hooked on the blocks."""
+    for block in families.blocks_of(host).values():
+        for key in [key for key, hook in block._forward_pre_hooks.items() if hook in (split_embeddings, split_inputs)]:
+            del block._forward_pre_hooks[key]
+            block._forward_pre_hooks_with_kwargs.pop(key, None)
+        for attribute in ATTRIBUTES:
+            block.__dict__.pop(attribute, None)
+
+
 def split_embeddings(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Forward pre-hook of the first block: the embeddings, unless they were split and begun before a checkpoint."""
     if any(isinstance(value, DepthStream) for value in (*args, *kwargs.values())):

@@ -29,7 +29,8 @@ def attach(model: nn.Module, config: AttnResConfig | Mapping[str, Any] | None = 
     The queries start at zero, where the sum form computes the same function as before.
 
     Args:
-        model: a model of a family in `attnres_vision.families.MODELS` (timm's ViTs and their relatives).
+        model: a model of a class in `attnres_vision.families.MODELS`: timm's ViTs and their relatives, diffusers'
+            transformers, and what installed packages add.
         config: an AttnResConfig or a mapping of its fields; or give the fields themselves as keywords.
 
     Returns:
@@ -64,21 +65,21 @@ def attach(model: nn.Module, config: AttnResConfig | Mapping[str, Any] | None = 
         depth = reader(
             place.path,
             place.stream,
-            opens_block=place.index % plan.block_size == 0 and not place.follower,
+            opens_block=plan.opens_block(place),
             only_embedding=place.index == 0 and not place.follower,
             unused=place.unused,
             position=place.position,
             keyword=place.keyword,
         )
         add_reader(host.get_submodule(place.path), depth, place.attribute)
-        of_block[place.stream, place.index // plan.block_size].append(depth)
+        of_block[place.stream, plan.block_of(place)].append(depth)
     first = family.streams[0].name
     final = {path: reader(path, first, opens_block=True) for path in plan.exits}
     for path, depth in final.items():
         add_final_reader(host, path, depth)
     for path in families.exit_modules(host, family.shared_exits):
         share_final_reader(host, path, plan.exits[0])
-    if len(final) == 1:
+    if len(final) == 1 and not any(place.stream == families.JOINT for place in plan.places):
         of_block[first, len(plan.places)].extend(final.values())
     for stream in {stream for stream, _ in of_block}:
         form_groups(block for (name, _), block in of_block.items() if name == stream)

@@ -30,6 +30,8 @@ class AttnResHost:
         """Called before `detach` gives the stock class back."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if type(self) is not type(self).make_class(stock_class(type(self))):  # a user's subclass, which has a name
+            return super().__reduce_ex__(protocol)
         # The class is made at run time, so pickle cannot find it by name; this also serves copy and deepcopy.
         return _new_host, (self.make_class, stock_class(type(self))), self.__dict__
 

@@ -62,6 +62,14 @@ class Plan:
         names = self.config.condition or ()
         return {name: known[name] for name in names if name != "other_stream"} if isinstance(known, Mapping) else {}
 
+    def block_of(self, place: ReaderPlace) -> int:
+        """The number of the block that a reader's layer adds to: all blocks have `block_size` layers."""
+        return place.index // self.block_size
+
+    def opens_block(self, place: ReaderPlace) -> bool:
+        """Whether a reader is the first of its block."""
+        return place.index % self.block_size == 0 and not place.follower
+
     def width(self, stream: str) -> int:
         """The width D of a stream; joined streams have one width."""
         return stream_width(self.host, self.family, self.family.streams[0].name if stream == JOINT else stream)
@@ -189,4 +197,13 @@ def _checked(host: nn.Module, family: Family, config: AttnResConfig) -> AttnResC
                 f"got {config.condition!r}"
             )
     default = next(name for name in get_args(Condition) if name in has)
-    return config if config.condition else dataclasses.replace(config, condition=(default,))
+    config = config if config.condition else dataclasses.replace(config, condition=(default,))
+    modules = dict(host.named_modules())
+    for name in config.condition or ():
+        source = cast(Mapping[str, ConditionSource], family.condition).get(name)
+        if source is not None and source.module not in modules:
+            raise ValueError(
+                f"condition {name!r} of {type(host).__name__} is the output of its module {source.module!r}, which it "
+                "does not have: correct its line in attnres_vision.families.MODELS"
+            )
+    return config

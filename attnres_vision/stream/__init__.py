@@ -1,6 +1,6 @@
 """The residual stream as a type, and its readers: what a layer reads of the outputs of the layers before it.
 
-It imports `attnres_vision.ops` and `attnres_vision.config`, and nothing above: no model, no hook, no host library.
+It imports `attnres_vision.ops` and `attnres_vision.config`, and nothing above: no model and no hook.
 """
 
 from attnres_vision.stream.reader import DepthAttention

@@ -13,6 +13,13 @@ from attnres_vision.ops.two_phase import Earlier
 from attnres_vision.stream import in_place
 
 
+class Boundary:
+    """Whether a reader has opened the next block: one for all streams that are the same one for the host."""
+
+    def __init__(self, closed: bool = False) -> None:
+        self.closed = closed
+
+
 @dataclasses.dataclass(eq=False)
 class OpenBlock:
     """The running sum of the open block, and what its readers leave for the next write.
@@ -23,27 +30,30 @@ class OpenBlock:
         total: the sum of the block's outputs, without `pending`.
         pending: an output still to be added, which the next reader's kernel does on its way.
         dtype: what the sum with `pending` is made in.
-        closed: a reader has opened the next block: the next output starts a new sum. The sources are the same before
-            and after, so a reader may close a block any number of times (recomputation does).
+        boundary: closed once a reader has opened the next block: the next output starts a new sum. The sources are the
+            same before and after, so a reader may close a block any number of times (recomputation does).
         found: what a reader of the closed block has read for readers to come (two_phase.py), until the next write takes
             it: if it stayed, the arguments of a checkpoint would be in a cycle with the graph, and the recomputation
             would find it.
-        versions: those of `total` and `pending` when the block got them (in_place.py).
     """
 
     total: Tensor
     pending: Tensor | None = None
     dtype: torch.dtype | None = None
-    closed: bool = False
+    boundary: Boundary = dataclasses.field(default_factory=Boundary)
     found: Mapping[object, Earlier] | None = None
-    versions: tuple[int, ...] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        self.versions = tuple(map(in_place.version, self._held()))
+        # No field: what rebuilds a dataclass from its fields (FSDP2's casts) has put other tensors into them
+        self._versions = tuple(map(in_place.version, self._held()))
+
+    @property
+    def closed(self) -> bool:
+        return self.boundary.closed
 
     def __reduce__(self) -> Any:
         # What was found is for the readers of this block's own model, and a copy's tensors count their changes anew
-        return OpenBlock, (self.settle(), None, None, self.closed)
+        return OpenBlock, (self.settle(), None, None, Boundary(self.closed))
 
     def _held(self) -> tuple[Tensor, ...]:
         return (self.total,) if self.pending is None else (self.total, self.pending)
@@ -51,13 +61,13 @@ class OpenBlock:
     @property
     def is_changed(self) -> bool:
         """Whether the host has changed in place what is held here."""
-        return any(map(in_place.is_changed, self._held(), self.versions))
+        return any(map(in_place.is_changed, self._held(), self._versions))
 
     def settle(self, total: Tensor | None = None) -> Tensor:
         """The sum with what was pending; `total` is that where a kernel has made it."""
         if self.pending is not None:
             self.total, self.pending = self._sum(self.pending) if total is None else total, None
-            self.versions = (in_place.version(self.total),)
+            self._versions = (in_place.version(self.total),)
         return self.total
 
     def _sum(self, pending: Tensor) -> Tensor:

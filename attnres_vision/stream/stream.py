@@ -9,6 +9,7 @@ The stream is the only place that holds the state of a forward pass. It knows no
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -23,16 +24,16 @@ from attnres_vision.ops.collect import collect
 from attnres_vision.ops.dtypes import promoted
 from attnres_vision.ops.two_phase import Earlier
 from attnres_vision.stream import in_place
-from attnres_vision.stream.open_block import OpenBlock
+from attnres_vision.stream.open_block import Boundary, OpenBlock
 from attnres_vision.stream.refusals import refuse
 from attnres_vision.stream.residual import ResidualStream
 
 
 class HostView(NamedTuple):
-    """How the host sees its residual stream; the sources stay as they are.
+    """How the host sees its residual stream.
 
     Attributes:
-        dtype: what the host has cast the stream to, None if to nothing.
+        dtype: what the host has cast the stream to, None if to nothing; the finished sources stay as they are.
         bounds: the host has clipped the stream to these: every read is clipped to them, as every source is.
         channel_dim: where the width D is; -1 until `permute` moves it.
     """
@@ -58,7 +59,6 @@ class DepthStream(ResidualStream):
         host_view: dtype, bounds and layout in which the host sees it.
         ahead: for some readers what two_phase.py has read for them of the first sources; others read all themselves.
         part: what this stream is a slice of, None if of nothing.
-        versions: those of the blocks when the stream got them (in_place.py).
         superseded: `+=` has made another stream of this one, where a tensor would have been changed.
     """
 
@@ -69,12 +69,11 @@ class DepthStream(ResidualStream):
     host_view: HostView = PLAIN
     ahead: Mapping[object, Earlier] | None = None
     part: Part | None = None
-    versions: tuple[int, ...] | None = None
     superseded: bool = False
 
     def __post_init__(self) -> None:
-        if self.versions is None:
-            self.versions = tuple(map(in_place.version, self.blocks))
+        # No field: what rebuilds a dataclass from its fields (FSDP2's casts) has put other tensors into them
+        self._versions = tuple(map(in_place.version, self.blocks))
 
     def __reduce__(self) -> Any:
         # What was read ahead is for the readers of this stream's own model
@@ -97,7 +96,7 @@ class DepthStream(ResidualStream):
                 "tensor would change under all its names, only the name on the left has the new stream. Use that one, "
                 "or write `new = stream + ...`"
             )
-        changed = [*map(in_place.is_changed, self.blocks, self.versions or ())]
+        changed = [*map(in_place.is_changed, self.blocks, self._versions)]
         if self.open_block is not None:
             changed.append(self.open_block.is_changed)
         if True in changed:
@@ -111,7 +110,7 @@ class DepthStream(ResidualStream):
     def close_block(self) -> None:
         """End the open block: the next output starts a new one."""
         if self.open_block is not None:
-            self.open_block.closed = True
+            self.open_block.boundary.closed = True
 
     @property
     def is_closed(self) -> bool:
@@ -132,8 +131,6 @@ class DepthStream(ResidualStream):
         block.found = None
         if block.closed:
             changes["blocks"] = (*self.blocks, collect(total))  # from now on many layers read it
-            # A compiler would guard on the numbers
-            changes["versions"] = None if torch.compiler.is_compiling() else (*(self.versions or ()), *block.versions)
             return dataclasses.replace(self, open_block=OpenBlock(in_place.held(delta)), **changes)
         dtype = promoted([total.dtype, self.dtype, delta.dtype])  # the host's stream's, so fp32 under autocast
         if part is None and self.host_view == PLAIN and self._may_wait(block, delta):
@@ -185,19 +182,20 @@ class DepthStream(ResidualStream):
         view = self.host_view if channel_dim is None else self.host_view._replace(channel_dim=channel_dim)
         if sources[0].ndim == 0 or sources[0].shape[view.channel_dim] != self.shape[self.host_view.channel_dim]:
             refuse("indexing or reshaping its width")
-        return self._of(sources, self.is_closed, host_view=view)
+        boundary = None if self.open_block is None else self.open_block.boundary
+        return self._of(sources, boundary, host_view=view)
 
-    def _of(self, sources: Sequence[Tensor], closed: bool, **changes: Any) -> DepthStream:
+    def _of(self, sources: Sequence[Tensor], boundary: Boundary | None, **changes: Any) -> DepthStream:
         """The stream with other sources: what was read ahead of these is not theirs."""
         blocks, block = tuple(sources), None
-        if self.open_block is not None:
-            blocks, block = blocks[:-1], OpenBlock(blocks[-1], closed=closed)
-        return dataclasses.replace(
-            self, blocks=blocks, open_block=block, ahead=None, part=None, versions=None, **changes
-        )
+        if boundary is not None:
+            blocks, block = blocks[:-1], OpenBlock(blocks[-1], boundary=boundary)
+        return dataclasses.replace(self, blocks=blocks, open_block=block, ahead=None, part=None, **changes)
 
     def __getitem__(self, index: Any) -> DepthStream:
         part = super().__getitem__(index)
+        if part.open_block is not None:  # a reader of some of the tokens does not end the block of the others
+            part.open_block.boundary = Boundary(self.is_closed)
         part.part = Part.find(self, index)
         return part
 
@@ -211,7 +209,7 @@ class DepthStream(ResidualStream):
             written = self.write(F.pad(part.delta, padding))
             written.sources()  # settled
             self.blocks, self.open_block, self.part = written.blocks, written.open_block, written.part
-            self.ahead, self.versions = None, written.versions
+            self.ahead, self._versions = None, written._versions
 
     def to_device(self, device: Any, non_blocking: bool) -> DepthStream:
         def move(tensor: Tensor) -> Tensor:
@@ -224,11 +222,12 @@ class DepthStream(ResidualStream):
         """The stream as one of another dtype: reads and sums change, the finished sources stay as they are."""
         if dtype == self.dtype:
             return self
+        self.check()
         if dtype != self.blocks[0].dtype:
             return dataclasses.replace(self, host_view=self.host_view._replace(dtype=dtype))
         block = self.open_block
         if block is not None and block.settle().dtype != dtype:
-            block = OpenBlock(block.total.to(dtype), closed=block.closed)
+            block = OpenBlock(block.total.to(dtype), boundary=block.boundary)
         return dataclasses.replace(self, open_block=block, host_view=self.host_view._replace(dtype=None))
 
     def clip(self, min: Any = None, max: Any = None) -> DepthStream:
@@ -237,7 +236,8 @@ class DepthStream(ResidualStream):
         A host clips the running sum once and goes on from there. The sum is not computed here, so where a host really
         would clip, the model differs from it; it stays finite in the same way.
         """
-        low, high = -float("inf") if min is None else min, float("inf") if max is None else max
+        low, high = self.host_view.bounds or (-float("inf"), float("inf"))
+        low, high = low if min is None else builtins.max(low, min), high if max is None else builtins.min(high, max)
         clipped = self.map(lambda source: source.clamp(low, high))
         return dataclasses.replace(clipped, host_view=self.host_view._replace(bounds=(low, high)))
 
@@ -265,7 +265,8 @@ class DepthStream(ResidualStream):
             for part in parts
         ]
         joined = [torch.cat(rows, dim) for rows in zip(*columns, strict=True)]
-        return first._of(joined, all(stream.is_closed for stream in streams), other=None)
+        boundary = None if first.open_block is None else Boundary(all(stream.is_closed for stream in streams))
+        return first._of(joined, boundary, other=None)
 
 
 @dataclasses.dataclass(eq=False)
@@ -345,7 +346,7 @@ def _flatten(stream: DepthStream) -> tuple[list[Any], tuple[Any, ...]]:
 def _unflatten(children: Any, context: Any) -> DepthStream:
     blocks, total, condition, other, part = children
     closed, *view = context
-    block = None if total is None else OpenBlock(total, closed=closed)
+    block = None if total is None else OpenBlock(total, boundary=Boundary(closed))
     return DepthStream(blocks, block, condition, other, HostView(*view), part=part)
 
 

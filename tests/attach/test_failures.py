@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -297,3 +298,14 @@ def test_a_wrapped_model_says_to_attach_first(wrap):
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, embed_dim=24, depth=4, num_heads=2)
     with pytest.raises(ValueError, match=r"model must be the model itself, got a .*attach before you wrap"):
         attnres_vision.attach(wrap(model))
+
+
+def test_a_line_that_names_no_module_for_the_condition_leaves_the_model_untouched(monkeypatch) -> None:
+    stock = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, embed_dim=12, num_heads=2)
+    family = dataclasses.replace(families.family_of(stock), condition={"timestep": families.ConditionSource("typo")})
+    monkeypatch.setitem(families.MODELS, "timm.models.vision_transformer.VisionTransformer", family)
+    hooks = [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in stock.modules()]
+    with pytest.raises(ValueError, match=r"condition 'timestep' of VisionTransformer .* module 'typo'"):
+        attnres_vision.attach(stock, query="condition")
+    assert hooks == [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in stock.modules()]
+    assert not any("depth" in name for module in stock.modules() for name in vars(module))

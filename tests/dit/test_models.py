@@ -350,3 +350,19 @@ def test_attach_works_on_diffusers_models() -> None:
         "transformer_blocks.0.norm1_context (text)",
     ]
     assert list(attnres_vision.readers(model))[-1] == "norm_out (image)"
+
+
+def test_a_subclass_of_an_attnres_class_stays_one_in_copies() -> None:
+    model = Mine(**MODELS["sd3"][1])
+    assert type(copy.deepcopy(model)) is Mine and type(pickle.loads(pickle.dumps(model))) is Mine
+
+
+def test_a_foreign_class_of_the_same_name_does_not_take_a_name_in_dit_models() -> None:
+    ours = dit.models.AttnResSD3Transformer2DModel
+    same = type("SD3Transformer2DModel", (diffusers.SD3Transformer2DModel,), {"__module__": "my_package"})
+    assert type(dit.convert(same(**MODELS["sd3"][1]))) is not ours
+    assert dit.models.AttnResSD3Transformer2DModel is ours
+
+
+class Mine(dit.models.AttnResSD3Transformer2DModel):
+    """A user's."""

@@ -191,3 +191,35 @@ def test_clipping_within_the_bounds_changes_nothing() -> None:
     clipped = stream.clip(-65504, 65504)
     assert torch.equal(depth(clipped), depth(stream)) and torch.equal(clipped.total(), stream.total())
     assert (clipped + delta(T, torch.float16)).host_view.bounds == (-65504, 65504)
+
+
+def test_clips_of_a_clipped_stream_keep_the_tighter_bound() -> None:
+    stream = stream_of(dtype=torch.float16).clip(-1, 1).clip(-5, 0.5)
+    assert stream.host_view.bounds == (-1, 0.5)
+
+
+@pytest.mark.parametrize("change", ["reshape", "cast"])
+def test_a_reader_of_a_reshaped_or_cast_stream_ends_the_block_of_the_stream(change: str) -> None:
+    """`x + f(norm(x.reshape(...)))`: the host goes on with the stream, and only its derivative was read."""
+    stream = stream_of(dtype=torch.bfloat16)
+    if change == "cast":  # the sum is fp32, and the stream is cast back to the dtype of its sources
+        stream = stream.float() + delta(T, torch.float32)
+        stream.to(torch.bfloat16).close_block()
+    else:
+        stream.reshape(B, T // 2, 2, D).close_block()
+    assert stream.is_closed
+    assert len((stream + delta(T)).sources()) == len(stream.sources()) + 1
+
+
+def test_a_stream_whose_tensors_are_replaced_field_by_field() -> None:
+    """FSDP2's mixed precision casts inputs by rebuilding every dataclass from its fields."""
+    from torch.distributed.utils import _apply_to_tensors
+
+    embedding = torch.randn(B, T, D)
+    embedding.add_(1)  # changed before the stream began
+    stream = DepthStream((embedding,)) + delta(T, torch.float32)
+    stream.close_block()
+    stream = stream + delta(T, torch.float32)
+    cast = _apply_to_tensors(lambda tensor: tensor.to(torch.bfloat16), stream)
+    assert [source.dtype for source in cast.sources()] == [torch.bfloat16] * 3
+    assert all(torch.equal(a, b.to(torch.bfloat16)) for a, b in zip(cast.sources(), stream.sources(), strict=True))

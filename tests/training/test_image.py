@@ -318,6 +318,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(digits: Any, tmp_path: Path) -> 
     assert not (tmp_path / "run" / "result.json").exists()
 
 
+@pytest.mark.exhaustive  # the default run has a video model of two processes, with the same loop
 def test_two_processes_equal_one_at_the_same_global_batch(digits: Any, tmp_path: Path) -> None:
     changes = {
         "model": {"residual": "attnres", "attnres": {"num_blocks": 2}},
