@@ -40,16 +40,23 @@ class OpenBlock:
     total: Tensor
     pending: Tensor | None = None
     dtype: torch.dtype | None = None
-    boundary: Boundary = dataclasses.field(default_factory=Boundary)
+    boundary: Boundary | None = None
     found: Mapping[object, Earlier] | None = None
 
     def __post_init__(self) -> None:
+        if self.boundary is None:  # dynamo traces no default_factory
+            self.boundary = Boundary()
         # No field: what rebuilds a dataclass from its fields (FSDP2's casts) has put other tensors into them
         self._versions = tuple(map(in_place.version, self._held()))
 
     @property
     def closed(self) -> bool:
-        return self.boundary.closed
+        return self.boundary is not None and self.boundary.closed
+
+    def close(self) -> None:
+        """End the block, for all streams that share its boundary."""
+        assert self.boundary is not None
+        self.boundary.closed = True
 
     def __reduce__(self) -> Any:
         # What was found is for the readers of this block's own model, and a copy's tensors count their changes anew

@@ -110,7 +110,7 @@ class DepthStream(ResidualStream):
     def close_block(self) -> None:
         """End the open block: the next output starts a new one."""
         if self.open_block is not None:
-            self.open_block.boundary.closed = True
+            self.open_block.close()
 
     @property
     def is_closed(self) -> bool:
